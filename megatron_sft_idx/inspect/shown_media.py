@@ -240,10 +240,9 @@ class Thumbnails:
         """
         if blob not in self._made:
             try:
-                made = self._make(media, blob)
+                self._made[blob] = self._make(media, blob)
             except (FormatError, RowError) as error:
-                made = _problem_of(error) or None
-            self._made[blob] = made
+                self._made[blob] = _problem_of(error) or None
         made = self._made[blob]
         if isinstance(made, Thumbnail):
             if len(made.uri) > min(allowance, self.nbytes):
