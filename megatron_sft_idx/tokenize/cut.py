@@ -227,3 +227,8 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         raise FormatError(
             f"{file.path}: not on this node; every node of the cluster has to see the input, at one path"
         ) from None
+
+
+def first_pieces(files: Sequence[InputFile], count: int | None) -> Iterator[Piece]:
+    """The first ``count`` pieces of all files in order, as a job reads them; None for all."""
+    return islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), count)
