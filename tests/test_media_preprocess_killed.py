@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from chats import command, write_rows
-from interrupted_runs import PIECE_NBYTES, be_quick
+from interrupted_runs import be_quick
 from kills import killed_at
 from media_processors import PROCESSORS, png
 from packs import opens, tree_of
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.tokenize import begin
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -24,7 +23,6 @@ def test_rows_with_images_killed_at_a_step_make_the_same_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, every: int
 ) -> None:
     be_quick(monkeypatch)
-    monkeypatch.setattr(begin, "PIECE_NBYTES", PIECE_NBYTES)  # a job that is done is found by the hashes of its pieces
     (tmp_path / "processor").mkdir()
     PROCESSORS["llava of any size"](tmp_path / "processor")
     names = []

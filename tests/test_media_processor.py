@@ -190,6 +190,7 @@ def test_placeholders_in_the_words_of_a_row_stay_text(made: Made) -> None:
 BAD = {
     "no file of this name": ("missing.png", "No such file"),
     "a file outside of the root": ("../outside.png", "is not in"),
+    "a text that no path can be": ("a\0.png", "null byte; --media-root FOLDER"),
     "a URL": ("https://127.0.0.1:1/a.png", "--download"),
     "a store": ("s3://bucket/a.png", "copy the files"),
     "no image at all": (in_base64(b"no image, no audio"), "can be decoded"),

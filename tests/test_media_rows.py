@@ -207,6 +207,15 @@ REFUSED: dict[str, tuple[Row, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "a"}]},
         "videos cannot",
     ),
+    "a part of another kind": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": b"x"}, {"type": "file"}]},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        "content[1] is of type 'file'; only text, images and audio can be trained on",
+    ),
     "no place, and no user": (
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}], "images": [b"x"]},
         "no place for it",

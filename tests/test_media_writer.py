@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from packs import five_files
 
 from megatron_sft_idx.check import media_rules, verify_shard
 from megatron_sft_idx.errors import SequenceError
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media import Items, MediaItem
+from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.shard import Shard, ShardWriter, media_writer, pack_log, writer
 
 # Items of a pack of two sequences, of five tokens and of three, and the rule that they break.
@@ -121,6 +124,23 @@ def test_a_list_of_items_is_of_one_pack(tmp_path: Path) -> None:
             with pytest.raises(SequenceError, match="of one pack"):
                 shard.add_packs(*arrays, lengths, [1] * len(lengths), media=[item_of("image", 0, 1)])
         assert shard.num_packs == 0
+
+
+@pytest.mark.parametrize("long_run", [1, 1 << 20])
+def test_an_error_names_the_pack_of_a_run_whose_item_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: int
+) -> None:
+    monkeypatch.setattr(writer, "_LONG_RUN", long_run)
+    items = Items(*(np.array(values) for values in ([0, 1], [1, 1], [1, 1], [0, 0])))
+    media = RunMedia(np.array([1, 0, 1]), items, BlobsInMemory([b"x"]))
+    # The last one of three packs trains the label that is its item.
+    mask = np.array([0, 0, 0, 0, 1, 0], np.uint8)
+    run = PackRun(np.arange(6, dtype=np.uint16), mask, np.zeros(3, np.int64), np.full(3, 2), np.ones(3, np.int64))
+    with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
+        shard.add_pack([1, 2], [1, 0], [0])
+        with pytest.raises(SequenceError, match=r"pack 3: .*\(rule M12\)"):
+            shard.add_run(replace(run, media=media))
+        assert shard.num_packs == 1
 
 
 def test_a_writer_without_media_refuses_items(tmp_path: Path) -> None:

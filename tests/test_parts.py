@@ -13,7 +13,11 @@ from chats import preprocess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.media import blob_hash
+from megatron_sft_idx.packs.run_media import SpilledBlobs
+from megatron_sft_idx.tokenize import parts
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
 from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, part_name, write_part
 from megatron_sft_idx.tokenize.plan import PlannedRun
@@ -156,3 +160,26 @@ def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path
     refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1)
     assert (refused.code, "pip install 'megatron-sft-idx[ray]'" in refused.err) == (1, True)
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_many_parts_keep_none_of_them_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_MAX_OPEN_PARTS", 1)
+    files = [bytes([number]) * (number + 1) for number in range(5)]
+    paths = []
+    for number, data in enumerate(files):
+        blobs = SpilledBlobs()
+        item = EncodedItem("image", 0, 2, blobs.add(blob_hash(data), data))
+        encoded = replace(piece([3], number), media=[[item]])
+        paths.append(str(tmp_path / f"{number}.part"))
+        write_part(paths[-1], PartInfo("options", ["a"]), [encoded], blobs)
+        blobs.close()
+    reader = PartsReader(PartsTable(paths, np.arange(len(paths) + 1), "uint8", media=True))
+    order = np.array([3, 1, 4, 0, 2, 3])
+    media = reader.media_of(order)
+    mapped = Path("/proc/self/maps").read_text()
+    assert sum(path in mapped for path in paths) <= 1
+    assert [media.blobs.data(blob) for blob in media.items.blobs.tolist()] == [files[number] for number in order]
+    assert media.file_sizes().tolist() == [number + 1 for number in order]
+    Path(paths[4]).write_bytes(Path(paths[4]).read_bytes()[:-1] + b"!")
+    with pytest.raises(FormatError, match="changed since its lengths were read"):
+        media.blobs.data(media.items.blobs.tolist()[2])

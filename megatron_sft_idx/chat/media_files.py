@@ -157,11 +157,12 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
     given = file.given.removeprefix("file://")
     if folder is None:
         raise RowError(f"{file.what} is a path, {brief(given)}; --media-root FOLDER says where files are")
-    root = os.path.realpath(folder)
-    path = os.path.realpath(os.path.join(root, given))
-    if os.path.commonpath([root, path]) != root:
-        raise RowError(f"{file.what}: {brief(given)} is not in {folder}; --media-root FOLDER says where files are")
+    path = given
     try:
+        root = os.path.realpath(folder)
+        path = os.path.realpath(os.path.join(root, given))
+        if os.path.commonpath([root, path]) != root:
+            raise RowError(f"{file.what}: {brief(given)} is not in {folder}; --media-root FOLDER says where files are")
         # O_NONBLOCK: opening a pipe would wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as stream:
@@ -170,7 +171,7 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
             return stream.read(limits.max_nbytes + 1)
     except RowError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a text that no path can be
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RowError(f"{file.what}: {brief(path)}: {reason}; --media-root FOLDER says where files are") from None
 

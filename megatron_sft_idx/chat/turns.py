@@ -279,7 +279,7 @@ def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict
         kind = kind_of_part(part, f"{what}[{i}]") if isinstance(part, dict) else None
         if kind is not None:
             parts.append(media_part(part, kind, f"{what}[{i}]"))
-        elif text := _text_of([part], what):
+        elif text := _text_of_part(part, f"{what}[{i}]", "only text, images and audio can be trained on here"):
             parts.append({"type": "text", "text": text})
     # Templates for images may write something between two texts, so these stay apart.
     return parts if len(parts) > 1 or any(part["type"] != "text" for part in parts) else _text_of(content, what)
@@ -292,17 +292,20 @@ def _text_of(content: Any, what: str) -> str:
     """
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(typed(content, list, what, "a string or a list of text parts")):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = typed(part, dict, f"{what}[{i}]", "a text part").get("type")
-        if kind not in _TEXT_PARTS:
-            raise RowError(f"{what}[{i}] is of type {kind!r:.40}; {NOT_READ}")
-        key = first_given(part, _TEXT_KEYS) or "text"
-        texts.append(typed(part.get(key), str, f"{what}[{i}].{key}"))
-    return "".join(texts)
+    parts = typed(content, list, what, "a string or a list of text parts")
+    return "".join(_text_of_part(part, f"{what}[{i}]", NOT_READ) for i, part in enumerate(parts))
+
+
+def _text_of_part(part: Any, what: str, advice: str) -> str:
+    """The text of a content part. RowError, which ends with ``advice``: it is of another kind."""
+    if isinstance(part, str):
+        return part
+    kind = typed(part, dict, what, "a text part").get("type")
+    if kind not in _TEXT_PARTS:
+        raise RowError(f"{what} is of type {kind!r:.40}; {advice}")
+    key = first_given(part, _TEXT_KEYS) or "text"
+    text: str = typed(part.get(key), str, f"{what}.{key}")
+    return text
 
 
 def _with_fields(message: Message, what: str) -> Message:

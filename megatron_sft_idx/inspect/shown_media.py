@@ -190,15 +190,16 @@ def _place_of(media: ShardMedia, item: int) -> tuple[int, int]:
 def _looked_at(media: ShardMedia, kind: Kind, blob: int) -> tuple[tuple[int, int] | None, str]:
     """The size of a file, or why it is not known: empty where the library that could tell is not installed."""
     try:
-        data = media.data(blob)
-    except CorruptShardError as error:
-        return None, f"damaged: its bytes do not have their hash (rule {error.rule})"
-    try:
-        return stored_size(kind, data, MediaLimits()), ""
-    except RowError as error:
-        return None, str(error)
-    except FormatError:
-        return None, ""
+        return stored_size(kind, media.data(blob), MediaLimits()), ""
+    except (FormatError, RowError) as error:
+        return None, _problem_of(error)
+
+
+def _problem_of(error: FormatError | RowError) -> str:
+    """Why a file cannot be shown; empty if it is not the file, but the library that reads it is not installed."""
+    if isinstance(error, CorruptShardError):
+        return f"damaged: its bytes do not have their hash (rule {error.rule})"
+    return str(error) if isinstance(error, RowError) else ""
 
 
 # ---- small pictures ----
@@ -239,14 +240,9 @@ class Thumbnails:
         """
         if blob not in self._made:
             try:
-                made = self._make(media, blob)
-            except CorruptShardError as error:
-                made = f"damaged: its bytes do not have their hash (rule {error.rule})"
-            except RowError as error:
-                made = str(error)
-            except FormatError:
-                made = None
-            self._made[blob] = made
+                self._made[blob] = self._make(media, blob)
+            except (FormatError, RowError) as error:
+                self._made[blob] = _problem_of(error) or None
         made = self._made[blob]
         if isinstance(made, Thumbnail):
             if len(made.uri) > min(allowance, self.nbytes):

@@ -192,10 +192,10 @@ class ShardMedia:
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
         """CorruptShardError where the kind of an item is unknown (M8); the items begin with those of ``pack``."""
-        for at, code in enumerate(items.kinds.tolist()):
-            if code not in KIND_NAMES:
-                expected = " or ".join(map(str, KIND_NAMES))
-                raise self._error("kinds", self._first_item(pack) + at, "M8", f"kind {code}, expected {expected}")
+        if (wrong := ~np.isin(items.kinds, [*KIND_NAMES])).any():
+            at, expected = int(np.argmax(wrong)), " or ".join(map(str, KIND_NAMES))
+            detail = f"kind {items.kinds[at]}, expected {expected}"
+            raise self._error("kinds", self._first_item(pack) + at, "M8", detail)
 
     def of_sequences(self, first: int, sequence_offsets: NDArray[np.int64], seq_starts: NDArray[np.int64]) -> RunMedia:
         """The items of the packs from ``first`` on, by sequence.

@@ -62,9 +62,12 @@ class PlacedMedia(NamedTuple):
 
 
 def placed_media(
-    run: PackRun, media: RunMedia | Sequence[MediaItem], mask_alignment: Literal["label", "token"] = "label"
+    run: PackRun,
+    media: RunMedia | Sequence[MediaItem],
+    first_pack: int,
+    mask_alignment: Literal["label", "token"] = "label",
 ) -> PlacedMedia | None:
-    """The images and audio of a run; of one pack, they may be a list.
+    """The images and audio of a run; of one pack, they may be a list. Errors count the packs from ``first_pack``.
 
     None: sequences do not divide the packs (rules P1 to P4), so there is no place to hold items to.
 
@@ -78,12 +81,15 @@ def placed_media(
         items = media.items._replace(starts=media.starts_in_packs(run.seq_starts))
         blobs = media.blobs
     elif isinstance(media, Sequence) and len(run) == 1:
-        items, blobs = _items_of(media)
+        items, blobs = _items_of(media, f"pack {first_pack}: media")
         packs = np.zeros(len(media), np.int64)
     else:
-        raise ValueError(f"media: {brief(media)}, expected a list of the MediaItem objects of one pack")
+        raise ValueError(
+            f"pack {first_pack}: media: {brief(media)}, expected a list of the MediaItem objects of one pack"
+        )
     if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
-        raise ValueError(f"{broken.found}, expected {broken.expected} (rule {broken.rule})")
+        pack = first_pack + int(packs[broken.item])
+        raise ValueError(f"pack {pack}: {broken.found}, expected {broken.expected} (rule {broken.rule})")
     return PlacedMedia(items, packs, len(run), blobs)
 
 
@@ -97,18 +103,18 @@ def _is_divided(run: PackRun) -> bool:
     return bool((starts[run.sequence_offsets[:-1]] == 0).all() and (np.diff(run.bounds) > 0).all())
 
 
-def _items_of(media: Sequence[MediaItem]) -> tuple[Items, BlobsInMemory]:
-    """The items of one pack. ValueError: one is no image or recording at some tokens."""
+def _items_of(media: Sequence[MediaItem], what: str) -> tuple[Items, BlobsInMemory]:
+    """The items of one pack. ValueError, which begins with ``what``: one is no image or recording at some tokens."""
     rows, blobs = np.empty((len(media), 4), np.int64), BlobsInMemory()
     for number, item in enumerate(media):
         if not isinstance(item, MediaItem) or item.kind not in [*KINDS]:
-            raise ValueError(f"media: {brief(item)}, expected MediaItem objects of kind {' or '.join(KINDS)}")
+            raise ValueError(f"{what}: {brief(item)}, expected MediaItem objects of kind {' or '.join(KINDS)}")
         start, length, data = item.start, item.length, item.data
         integers = all(isinstance(each, int | np.integer) for each in (start, length))
         if not integers or not 0 <= start < MAX_CAPACITY or not 0 < length < MAX_CAPACITY:
-            raise ValueError(f"media: start {brief(start)}, length {brief(length)}, expected positions of the pack")
+            raise ValueError(f"{what}: start {brief(start)}, length {brief(length)}, expected positions of the pack")
         if not isinstance(data, bytes | bytearray | memoryview) or not memoryview(data).contiguous or not len(data):
-            raise ValueError(f"media: the {item.kind} at position {start} is {brief(data)}, expected bytes of a file")
+            raise ValueError(f"{what}: the {item.kind} at position {start} is {brief(data)}, expected bytes of a file")
         rows[number] = start, length, KINDS[item.kind], number
         blobs.append(memoryview(data).cast("B"))
     return Items(*rows.T), blobs

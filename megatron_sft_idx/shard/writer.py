@@ -321,10 +321,11 @@ class ShardWriter(Shown):
         except ValueError as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         arrays = self._column_arrays({} if columns is None else columns, ids.size, starts.size, lengths.size)
-        has_media = media is not None and not (isinstance(media, Sequence | RunMedia) and not len(media))
-        if media is not None and has_media:
+        if isinstance(media, Sequence | RunMedia) and not len(media):
+            media = None
+        if media is not None:
             run = PackRun(ids, mask, starts, lengths, sequences)
-            shown = self._checked_media(run, media, mask_alignment)
+            placed = self._checked_media(run, media, mask_alignment)
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
@@ -333,8 +334,8 @@ class ShardWriter(Shown):
         for name, values in arrays.items():
             self._named_rows[name].accept(values)
             self._staged_columns[name].append(values.copy())  # the caller may change its array before the flush
-        if has_media:
-            self._add_media(shown)
+        if media is not None:
+            self._add_media(placed)
 
     def _checked_media(
         self, run: PackRun, media: RunMedia | Sequence[MediaItem], mask_alignment: MaskAlignment = "label"
@@ -345,10 +346,12 @@ class ShardWriter(Shown):
         """
         try:
             if self._media is None:
-                raise ValueError("has images or audio, and this writer was opened without media=True")
-            return placed_media(run, media, mask_alignment)
+                raise ValueError(
+                    f"pack {self.num_packs}: has images or audio, and this writer was opened without media=True"
+                )
+            return placed_media(run, media, self.num_packs, mask_alignment)
         except ValueError as error:
-            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
+            raise SequenceError(self.prefix, None, str(error)) from None
 
     def _add_media(self, placed: PlacedMedia | None) -> None:
         """Add the images and audio of packs that were added just now."""
@@ -440,7 +443,7 @@ class ShardWriter(Shown):
         self._require_ready("label")
         values = self._column_arrays(columns, len(run.tokens), len(run.seq_starts), len(run))
         if media is not None:
-            shown = self._checked_media(run, media)
+            placed = self._checked_media(run, media)
         self.flush()
         try:
             self._stage.count(*arrays)
@@ -450,7 +453,7 @@ class ShardWriter(Shown):
             self._named_rows[name].accept(values[name])
             self._staged_columns[name].append(values[name])
         if media is not None:
-            self._add_media(shown)
+            self._add_media(placed)
         self._write_staged(run.tokens, run.loss_mask)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:

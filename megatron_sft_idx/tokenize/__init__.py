@@ -11,7 +11,7 @@ from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, noted_differences
 from megatron_sft_idx.tokenize.corpus import check_packing, pack_shard
 from megatron_sft_idx.tokenize.dry_run import preview
-from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
@@ -26,7 +26,6 @@ from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cp
 from megatron_sft_idx.tokenize.parts import (
     MadePart,
     PartsSoFar,
-    encode_piece,
     encode_to_part,
     remember_encoder,
 )

@@ -28,7 +28,7 @@ from megatron_sft_idx.storage.building_files import lost_files
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import Place
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
-from megatron_sft_idx.tokenize.cut import Cutting, pieces_of
+from megatron_sft_idx.tokenize.cut import Cutting, first_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import PackOptions
@@ -223,7 +223,7 @@ def differences(earlier: Any, wanted: Any, name: str = "") -> Iterator[str]:
 def _content_differences(header: Header, job: Job) -> list[str]:
     """How the content of the input, all of which is read, differs from what the header of a shard says of it."""
     sources, stream = header.metadata.get("sources", {}), StreamHash()
-    pieces = pieces_of(job.files, sources.get("pieces"))
+    pieces = first_pieces(job.files, sources.get("pieces"))
     for content in job.encoder.content_of_pieces(pieces, sources.get("rows", 0)):
         stream.update(content.encode())
     earlier, now = sources.get("fingerprint"), stream.hex()

@@ -229,6 +229,6 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         ) from None
 
 
-def pieces_of(files: Sequence[InputFile], count: int | None = None) -> Iterator[Piece]:
-    """The pieces of all files in order, or the first ``count``: those that the parts of a job are made from."""
+def first_pieces(files: Sequence[InputFile], count: int | None) -> Iterator[Piece]:
+    """The first ``count`` pieces of all files in order, as a job reads them; None for all."""
     return islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), count)

@@ -435,6 +435,7 @@ class RowEncoder:
         rendered: list[Rendered] = []
         items: list[list[PlacedItem]] = []
         for outcome, media in zip(outcomes, row.media, strict=True):
+            placed: list[PlacedItem] = []
             for each in outcome:
                 expanded, placed = self.processor.expand(each, media)
                 rendered.append(expanded)

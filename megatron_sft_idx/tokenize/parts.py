@@ -32,9 +32,9 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.media import HASH_NBYTES, Items, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
-from megatron_sft_idx.storage import Array, OutputFile, as_bytes, open_array
+from megatron_sft_idx.storage import OutputFile, as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.column_weights import Weights
@@ -202,15 +202,13 @@ class Part:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
             raise self._broken("its bytes have another checksum")
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for offset, (name, (dtype, shape)) in zip(offsets, info.arrays.items(), strict=False):
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            if name == _FILES:  # gigabytes, whose pages would count as memory of this process
-                arrays[name] = open_array(path, np.dtype("u1"), nbytes, nbytes=size, offset=offset, backend="pread")
-            else:
-                arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
+            arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
         self.lengths, self.ids, self.mask = map(arrays.pop, ("lengths", "ids", "masks"))
-        self.media = _media_of({name: arrays.pop(name) for name in _MEDIA if name in arrays}, self)
+        # Files of images and audio are the last array.
+        self.media = _media_of({name: arrays.pop(name) for name in _MEDIA if name in arrays}, path, offsets[-2])
         self.columns = {name.removesuffix(_COLUMN): values for name, values in arrays.items()}
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.starts = ends - self.lengths
@@ -249,29 +247,36 @@ def write_part(
     if blobs is not None:
         info.arrays[_FILES] = ("uint8", [int(blobs.sizes.sum())])
     offsets = info.offsets(len(json.dumps(asdict(info)).encode()))
-
-    def body() -> Iterator[bytes | memoryview]:
-        """All that follows the JSON. Files of images and audio are in memory one by one."""
-        end = offsets[0]
-        for offset, chunks in zip(offsets, arrays.values(), strict=False):
-            yield bytes(offset - end)
-            yield from map(as_bytes, chunks)
-            end = offset + sum(chunk.nbytes for chunk in chunks)
-        if blobs is not None:
-            yield bytes(offsets[len(arrays)] - end)
-            yield from map(blobs.data, range(len(blobs)))
-
     stream = StreamHash()
-    for data in body():
+    for data in _body(offsets, arrays, blobs):
         stream.update(data)
     info.checksum = stream.hex()
     raw = json.dumps(asdict(info)).encode()
     head = _HEAD.pack(_VERSIONED_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
+    _write_whole(path, chain([head.ljust(offsets[0], b"\0")], _body(offsets, arrays, blobs)))
+    return MadePart(path, info, np.concatenate(arrays["lengths"]))
+
+
+def _body(
+    offsets: Sequence[int], arrays: Mapping[str, Sequence[NDArray[Any]]], blobs: SpilledBlobs | None
+) -> Iterator[bytes | memoryview]:
+    """All that follows the JSON: arrays at these offsets, then the files of ``blobs``, which are read one by one."""
+    end = offsets[0]
+    for offset, chunks in zip(offsets, arrays.values(), strict=False):
+        yield bytes(offset - end)
+        yield from map(as_bytes, chunks)
+        end = offset + sum(chunk.nbytes for chunk in chunks)
+    if blobs is not None:
+        yield bytes(offsets[len(arrays)] - end)
+        yield from map(blobs.data, range(len(blobs)))
+
+
+def _write_whole(path: str, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that does not have to survive a power failure; nobody sees it before it is whole."""
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be at the same part
     file = OutputFile(temporary, durable=False)
     try:
-        file.write(head.ljust(offsets[0], b"\0"))
-        for data in body():
+        for data in chunks:
             file.write(data)
         os.rename(temporary, path)
     except BaseException:
@@ -280,7 +285,6 @@ def write_part(
         raise
     finally:
         file.close()
-    return MadePart(path, info, np.concatenate(arrays["lengths"]))
 
 
 # ---- images and audio of a part ----
@@ -300,41 +304,51 @@ def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -
 
 
 class _PartBlobs:
-    """The encoded files in a part."""
+    """The encoded files in a part, which is opened for each of them: a window has files of any number of parts.
 
-    def __init__(self, part: Part, sizes: NDArray[Any], hashes: NDArray[Any], data: Array) -> None:
-        self._part, self._hashes, self._data = part, hashes, data
-        self._ends = np.cumsum(sizes, dtype=np.int64)
+    Args:
+        path: of the part.
+        begin: where the first file begins in it.
+        sizes: bytes of each file, uint64 [files].
+        hashes: of each file, uint8 [files, 16].
+    """
+
+    def __init__(self, path: str, begin: int, sizes: NDArray[Any], hashes: NDArray[Any]) -> None:
+        self._path, self._hashes = path, np.array(hashes)  # a copy, since a view would keep the part mapped
+        self._bounds = begin + np.append(0, np.cumsum(sizes, dtype=np.int64))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._hashes)
 
     def nbytes(self, number: int) -> int:
         """The size of one."""
-        return int(self._ends[number] - (self._ends[number - 1] if number else 0))
+        return int(self._bounds[number + 1] - self._bounds[number])
 
     def hash(self, number: int) -> bytes:
         """The hash of one."""
         return bytes(self._hashes[number].tobytes())
 
-    def data(self, number: int) -> memoryview:
+    def data(self, number: int) -> bytes:
         """The bytes of one. FormatError: they do not have its hash."""
-        end = int(self._ends[number])
-        found = self._data[int(self._ends[number - 1]) if number else 0 : end].data
+        with open_regular(self._path) as stream:
+            stream.seek(int(self._bounds[number]))
+            found = stream.read(self.nbytes(number))
         if blob_hash(found) != self.hash(number):
-            raise changed_error(self._part.path)
+            raise changed_error(self._path)
         return found
 
 
-def _media_of(arrays: Mapping[str, Any], part: Part) -> RunMedia | None:
-    """Images and audio of a part with these arrays. FormatError: the arrays do not go together."""
+def _media_of(arrays: Mapping[str, NDArray[Any]], path: str, begin: int) -> RunMedia | None:
+    """Images and audio of a part with these arrays, whose last one begins at byte ``begin`` of the part.
+
+    None: it has no such arrays. FormatError: they do not go together.
+    """
     if not arrays:
         return None
     counts, *items, sizes, hashes, data = (arrays[name] for name in _MEDIA)
-    blobs = _PartBlobs(part, sizes, hashes, data)
     if int(counts.sum(dtype=np.int64)) != len(items[0]) or int(sizes.sum(dtype=np.int64)) != len(data):
-        raise changed_error(part.path)
-    return RunMedia(counts.astype(np.int64), Items(*items), blobs)
+        raise changed_error(path)
+    return RunMedia(counts.astype(np.int64), Items(*items), _PartBlobs(path, begin, sizes, hashes))
 
 
 # ---- all parts as one ----
