@@ -309,8 +309,7 @@ def test_a_processor_that_writes_into_the_text_is_refused_at_the_start(tmp_path:
 
 
 def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
-    for name in ("llava", "gemma3"):
-        PROCESSORS[name](tmp_path / name)
+    made = {name: PROCESSORS[name](tmp_path / name) for name in ("llava", "gemma3")}
     mixed = EncodingOptions(str(tmp_path / "llava"), processor=str(tmp_path / "gemma3"))
     with pytest.raises(FormatError, match="no special token of the tokenizer"):
         RowEncoder(mixed)
@@ -319,7 +318,8 @@ def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path
     shutil.copytree(tmp_path / "llava", tmp_path / "other", dirs_exist_ok=True)
     vocabulary = json.loads(path.read_text())
     ids = vocabulary["model"]["vocab"]
-    ids["a"], ids["h"] = ids["h"], ids["a"]
+    first, second = made["llava"].tokenizer.tokenize(" what is here?")[:2]
+    ids[first], ids[second] = ids[second], ids[first]
     path.write_text(json.dumps(vocabulary))
     with pytest.raises(FormatError, match="has another tokenizer"):
         RowEncoder(EncodingOptions(str(tmp_path / "other"), processor=str(tmp_path / "llava")))
@@ -379,7 +379,7 @@ def test_a_placeholder_without_a_file_is_a_bad_row(made: Made) -> None:
                     assert "more placeholders" in str(piece.bad_rows[0])
                     continue
                 # Only words stand there, and the file has its place.
-                assert not allowed, name
+                assert name == "joined" or not allowed  # some templates write a space between texts
                 assert [blobs.data(item.blob) for item in piece.media[0]] == shown
                 outside = np.ones(len(piece.input_ids), bool)
                 for item in piece.media[0]:
