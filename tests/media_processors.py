@@ -37,6 +37,13 @@ QWEN2_AUDIO = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] in ('image', 'audio') %}{{ 'PLACEHOLDER' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_ENDS = ("<|im_start|>", "<|im_end|>")
 
 
 @contextmanager
@@ -119,11 +126,80 @@ def qwen2_audio(folder: Path) -> Any:
     return processor
 
 
+def llava_next(folder: Path) -> Any:
+    """LLaVA-NeXT's: an image is cut into tiles, as many as fit its shape."""
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
+    side, shapes = {"height": 56, "width": 56}, [[56, 112], [112, 56], [112, 112]]
+    with _quiet():
+        images = LlavaNextImageProcessor(size={"shortest_edge": 56}, crop_size=side, image_grid_pinpoints=shapes)
+        processor = LlavaNextProcessor(
+            images,
+            tokenizer_with("<image>", *_ENDS),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=PARTS.replace("PLACEHOLDER", "<image>\\n"),
+        )
+        processor.save_pretrained(folder)
+    return processor
+
+
+def gemma3(folder: Path) -> Any:
+    """Gemma 3's: line ends around each image, which become a token with those of the text."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
+
+    named = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+    with _quiet():
+        plain = tokenizer_with(*named.values(), *_ENDS)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=plain.backend_tokenizer,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="</s>",
+            additional_special_tokens=[*_ENDS],
+            extra_special_tokens=named,
+        )
+        images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
+        template = PARTS.replace("PLACEHOLDER", "<start_of_image>")
+        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=8)
+        processor.save_pretrained(folder)
+    return processor
+
+
+def paligemma(folder: Path) -> Any:
+    """PaliGemma's, which writes a token and a line end into each text."""
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+
+    with _quiet():
+        images = SiglipImageProcessor(size={"height": 28, "width": 28})
+        images.image_seq_length = 4
+        template = PARTS.replace("PLACEHOLDER", "<image>")
+        processor = PaliGemmaProcessor(images, tokenizer_with("<image>", *_ENDS), chat_template=template)
+        processor.save_pretrained(folder)
+    return processor
+
+
+def audio_flamingo(folder: Path) -> Any:
+    """Audio Flamingo 3's, which takes one recording in a text."""
+    from transformers import AudioFlamingo3Processor, WhisperFeatureExtractor
+
+    with _quiet():
+        extractor = WhisperFeatureExtractor(feature_size=16)
+        template = PARTS.replace("PLACEHOLDER", "<sound>")
+        processor = AudioFlamingo3Processor(extractor, tokenizer_with("<sound>", *_ENDS), chat_template=template)
+        processor.save_pretrained(folder)
+    return processor
+
+
+# Those whose ids can be made here, of any row.
 PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "llava": llava,
     "llava of any size": llava_of_any_size,
     "idefics3": idefics3,
     "qwen2-audio": qwen2_audio,
+    "llava-next": llava_next,
+    "gemma3": gemma3,
 }
 
 

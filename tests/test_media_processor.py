@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -14,14 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from media_processors import PROCESSORS, conversation, kind_of, png, wav
+from media_processors import LLAVA, PROCESSORS, audio_flamingo, conversation, kind_of, paligemma, png, wav
 from numpy.typing import NDArray
 from PIL import Image
+from transformers import AutoProcessor, LlavaProcessor, PreTrainedConfig
 from transformers.audio_utils import load_audio
+from transformers.image_utils import load_image
 
 from megatron_sft_idx.chat.inputs import JsonPiece
-from megatron_sft_idx.chat.media_files import MediaLimits
+from megatron_sft_idx.chat.media_files import MediaLimits, size_of_media, stored_size
 from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.template import MaskOptions
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packs.run_media import SpilledBlobs
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 
@@ -283,3 +289,146 @@ def test_an_image_that_lies_on_its_side_has_the_size_of_the_upright_one(tmp_path
     path.write_bytes(stream.getvalue())
     expected = processor(text=[text], images=[str(path)], add_special_tokens=False)["input_ids"][0]
     assert piece.input_ids.tolist() == list(expected)
+
+
+# ---- processors that do more than replace placeholders ----
+
+
+def asking(kind: str, *files: bytes) -> list[dict[str, Any]]:
+    """A row that shows these files."""
+    parts = [{"type": kind, kind: in_base64(data)} for data in files]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "say"}]},
+        {"role": "assistant", "content": "hi"},
+    ]
+
+
+def test_a_processor_that_writes_into_the_text_is_refused_at_the_start(tmp_path: Path) -> None:
+    paligemma(tmp_path)
+    with pytest.raises(FormatError, match="PaliGemmaProcessor makes other ids of"):
+        encoder_of(tmp_path)
+
+
+def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
+    made = {name: PROCESSORS[name](tmp_path / name) for name in ("llava", "gemma3")}
+    mixed = EncodingOptions(str(tmp_path / "llava"), processor=str(tmp_path / "gemma3"))
+    with pytest.raises(FormatError, match="no special token of the tokenizer"):
+        RowEncoder(mixed)
+    path = tmp_path / "llava" / "tokenizer.json"
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "llava", tmp_path / "other", dirs_exist_ok=True)
+    vocabulary = json.loads(path.read_text())
+    ids = vocabulary["model"]["vocab"]
+    first, second = made["llava"].tokenizer.tokenize(" what is here?")[:2]
+    ids[first], ids[second] = ids[second], ids[first]
+    path.write_text(json.dumps(vocabulary))
+    with pytest.raises(FormatError, match="has another tokenizer"):
+        RowEncoder(EncodingOptions(str(tmp_path / "other"), processor=str(tmp_path / "llava")))
+
+
+def test_a_row_that_the_processor_does_not_take_is_a_bad_row_each_time(tmp_path: Path) -> None:
+    """Audio Flamingo takes one recording in a text, whatever was asked before."""
+    audio_flamingo(tmp_path)
+    files = [wav(8_000 + 999 * seed, seed=seed) for seed in range(20)]
+    rows = [asking("audio", *files[at : at + 1 + at % 2]) for at in range(18)] * 3
+    piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), rows)
+    assert [error.position for error in piece.bad_rows] == [at + 1 for at in range(len(rows)) if at % 18 % 2]
+    assert all("they must match 1:1" in str(error) for error in piece.bad_rows)
+
+
+class NumberedProcessor(LlavaProcessor):
+    """Writes the number of an image in its text before it, as that of MiniCPM-V does."""
+
+    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **options: Any) -> str:
+        return f"{image_idx}" + super().replace_image_token(image_inputs, image_idx, **options)
+
+
+def test_where_images_of_a_text_are_numbered_rows_may_have_one(tmp_path: Path) -> None:
+    AutoProcessor.register(type("NumberedConfig", (PreTrainedConfig,), {}), NumberedProcessor, exist_ok=True)
+    plain = PROCESSORS["llava"](tmp_path)
+    numbered = NumberedProcessor(
+        plain.image_processor,
+        plain.tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA,
+    )
+    numbered.save_pretrained(tmp_path)
+    files = files_for("image")
+    piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), [asking("image", *files[:at]) for at in (0, 1, 2, 1)])
+    assert [error.position for error in piece.bad_rows] == [3]
+    assert "rows with one image alone" in str(piece.bad_rows[0])
+    assert [*map(len, piece.media)] == [0, 1, 1]
+
+
+# ---- placeholders that no file stands for ----
+
+
+def test_a_placeholder_without_a_file_is_a_bad_row(made: Made) -> None:
+    token = token_of(made)
+    texts = {"joined": [token[:3], token[3:]], "spelt": ["what is ", token]}
+    for name, parts in texts.items():
+        row = asking(made.kind)
+        row[0]["content"] = [{"type": "text", "text": each} for each in parts]
+        for allowed in (False, True):
+            encoder = encoder_of(made.folder, on_bad_row="skip", masks=MaskOptions(allow_control_tokens=allowed))
+            for shown in ([], [files_for(made.kind)[1]]):
+                with_file = [*row[0]["content"], *asking(made.kind, *shown)[0]["content"]]
+                piece, blobs = encoded(encoder, [[{**row[0], "content": with_file}, row[1]]])
+                if piece.bad_rows:
+                    assert "more placeholders" in str(piece.bad_rows[0])
+                    continue
+                # Only words stand there, and the file has its place.
+                assert name == "joined" or not allowed  # some templates write a space between texts
+                assert [blobs.data(item.blob) for item in piece.media[0]] == shown
+                outside = np.ones(len(piece.input_ids), bool)
+                for item in piece.media[0]:
+                    outside[item.start : item.start + item.length] = False
+                assert made.processor.tokenizer.convert_tokens_to_ids(token) not in piece.input_ids[outside]
+
+
+def test_ids_of_images_and_audio_that_came_tokenised_are_a_bad_row(made: Made) -> None:
+    token = made.processor.tokenizer.convert_tokens_to_ids(token_of(made))
+    lines = [json.dumps({"input_ids": ids, "loss_mask": [0, 1]}).encode() + b"\n" for ids in ([60, 61], [60, token])]
+    ends = np.cumsum([*map(len, lines)]) - 1
+    piece = JsonPiece("rows.jsonl", 1, int(ends[-1]), b"".join(lines), ends, False)
+    done = encoder_of(made.folder, on_bad_row="skip").encode(piece)
+    assert [error.position for error in done.bad_rows] == [2]
+    assert "tokens of images or audio" in str(done.bad_rows[0])
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_the_size_of_an_image_is_the_same_by_its_head_decoded_and_as_transformers_loads_it(
+    tmp_path: Path, form: str, turned: int
+) -> None:
+    stream, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = turned
+    Image.open(io.BytesIO(png(30, 17))).save(stream, form, exif=exif)
+    (tmp_path / "image").write_bytes(stream.getvalue())
+    loaded = load_image(str(tmp_path / "image"))
+    data, limits = stream.getvalue(), MediaLimits()
+    assert size_of_media("image", data, "it", limits) == (loaded.height, loaded.width)
+    assert stored_size("image", data, limits) == (loaded.height, loaded.width)
+
+
+@pytest.mark.parametrize("form", ["WAV", "WAVEX", "AIFF", "AU", "W64", "RF64", "FLAC", "OGG"])
+def test_a_recording_that_is_cut_short_is_refused(form: str) -> None:
+    rng, data, limits = random.Random(form), wav(5_000, form=form), MediaLimits()
+    assert size_of_media("audio", data, "it", limits) == (5_000, 16_000)
+    for length in rng.sample(range(1, len(data) - 1), 30):
+        with pytest.raises(RowError):
+            size_of_media("audio", data[:length], "it", limits)
+
+
+def test_a_recording_whose_length_its_writer_did_not_know_is_read() -> None:
+    """Programs that write into a pipe put the largest length there is into the head."""
+    data = wav(5_000)
+    at = data.index(b"data") + 4
+    for length in (0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000):
+        piped = data[:at] + struct.pack("<I", length) + data[at + 4 :]
+        assert size_of_media("audio", piped, "it", MediaLimits()) == (5_000, 16_000)

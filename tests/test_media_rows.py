@@ -216,6 +216,30 @@ REFUSED: dict[str, tuple[Row, str]] = {
         },
         "content[1] is of type 'file'; only text, images and audio can be trained on",
     ),
+    "two columns of images": (
+        {"prompt": "<image>", "completion": "a", "images": [b"x"], "image": b"y"},
+        "the row has images and image; keep one",
+    ),
+    "an image in a part of text": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "q", "image": b"x"}]},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        "and has image; give it as another part",
+    ),
+    "text in the part of an image": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": b"x", "text": "q"}]},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        "has text too",
+    ),
+    "an image next to ids": ({"input_ids": [1, 2], "loss_mask": [0, 1], "images": [b"x"]}, "has no place"),
+    "an image next to text": ({"text": "q", "images": [b"x"]}, "has no place"),
     "no place, and no user": (
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}], "images": [b"x"]},
         "no place for it",

@@ -155,6 +155,12 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
     kind = kind_by_keys(data, options) if options.kind in ("auto", "kto") else options.kind
     if options.kind != "kto":  # whose verdict is the label
         refuse_bad_answer(data)
+    if kind in ("tokenized", "text") and (media := first_filled(data, MEDIA)) is not None:
+        what = "input_ids" if kind == "tokenized" else TEXT
+        raise RowError(
+            f"the row has {media}, for which its {what} has no place: give its messages, or --ignore-field {media}"
+            " reads rows without it"
+        )
     if kind == "tokenized":
         return read_tokenized(data, options.mask_alignment)
     refuse_pack_fields(data)

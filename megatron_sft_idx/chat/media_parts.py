@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
-from megatron_sft_idx.chat.fields import first_filled, is_filled, kind_of
+from megatron_sft_idx.chat.fields import is_filled, kind_of
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Binary
 from megatron_sft_idx.layout.media import Kind
@@ -65,6 +65,8 @@ def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
 
 def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]:
     """A content part of an image or audio as templates have it, which keeps its file under ``FILE``, if it has one."""
+    if is_filled(part.get("text")):
+        raise RowError(f"{what} has text too; give it as another part")
     own_keys = [name for name, its_kind in _PARTS.items() if its_kind == kind]
     given = [key for key in (*own_keys, *_FILE_KEYS) if is_filled(part.get(key))]
     if len(given) > 1:
@@ -124,7 +126,12 @@ class _Waiting:
     """The files of one kind in a row that wait for their places, in order."""
 
     def __init__(self, data: Mapping[str, Any], kind: Kind) -> None:
-        self.kind, self.key = kind, first_filled(data, _OF_ROW[kind])
+        keys = [name for name in _OF_ROW[kind] if is_filled(data.get(name))]
+        if len(keys) > 1:
+            raise RowError(
+                f"the row has {' and '.join(keys)}; keep one, or --ignore-field {keys[-1]} reads rows without it"
+            )
+        self.kind, self.key = kind, keys[0] if keys else None
         self._files = _files_of_row(data[self.key], kind, self.key) if self.key else []
         self.num_places = 0
 

@@ -199,9 +199,7 @@ class MediaProcessor:
                 rate = self.sampling_rate
                 given["audio"] = [np.zeros(samples_at(size, rate), np.float32) for size in recordings]
                 given["sampling_rate"] = rate
-            made = self._processor(
-                text=[text], return_text_replacement_offsets=True, add_special_tokens=False, **given
-            )
+            made = self._processor(text=[text], return_text_replacement_offsets=True, add_special_tokens=False, **given)
             replaced, ids = made[_OFFSETS][0], [*map(int, made["input_ids"][0])]
         except Exception as error:  # whatever its own code raises
             shown = ", ".join(_shown(*each) for each in sizes)
@@ -250,7 +248,10 @@ class MediaProcessor:
         for start, stop in found:
             kind = self._kinds[text[start:stop]]
             if (next_one := next(waiting[kind], None)) is None:
-                raise RowError(f"the chat template writes more placeholders of {kind} than the row has of that kind")
+                raise RowError(
+                    f"the text has more placeholders {text[start:stop]!r} than the row has files of {kind}: the chat"
+                    " template writes them, or words of the row make one, as with --allow-control-tokens"
+                )
             shown.append(next_one)
         done = length = 0
         # The processor would replace placeholders in the data's own words too.
@@ -275,6 +276,17 @@ class MediaProcessor:
         """Whether the processor leaves out the end of a recording, as Whisper's does behind 30 seconds."""
         most = getattr(self._extractor, "n_samples", None)
         return most is not None and samples_at(size, self.sampling_rate) > most
+
+    def is_in(self, rendered: Rendered) -> bool:
+        """Whether a text has a placeholder, which only an image or a recording may have."""
+        return bool(self._placeholders(rendered))
+
+    @cached_property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Ids of the control tokens in what takes the place of an image or a recording, and of the placeholders."""
+        texts = [*self.tokens.values(), *self._known.values()]
+        spelt = {token for token in self._tokenizer.control_tokens if token and any(token in text for text in texts)}
+        return np.concatenate([made.input_ids for made in self._tokenizer.encode([Rendered(one, []) for one in spelt])])
 
     def _placeholders(self, rendered: Rendered) -> list[tuple[int, int]]:
         """The placeholders that the template wrote; one in the data's own words stays text."""

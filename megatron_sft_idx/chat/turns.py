@@ -279,6 +279,8 @@ def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict
         kind = kind_of_part(part, f"{what}[{i}]") if isinstance(part, dict) else None
         if kind is not None:
             parts.append(media_part(part, kind, f"{what}[{i}]"))
+        elif isinstance(part, dict) and (media := first_filled(part, MEDIA)) is not None:
+            raise RowError(f"{what}[{i}] is of type {part.get('type')!r:.40} and has {media}; give it as another part")
         elif text := _text_of_part(part, f"{what}[{i}]", "only text, images and audio can be trained on here"):
             parts.append({"type": "text", "text": text})
     # Templates for images may write something between two texts, so these stay apart.

@@ -412,6 +412,10 @@ class RowEncoder:
         if row.notes:
             notes = Counter(notes) + Counter(row.notes)
         if isinstance(sources[0], TokenizedRow):
+            if self.processor is not None and np.isin(sources[0].input_ids, self.processor.token_ids).any():
+                raise RowError(
+                    "its input_ids have tokens of images or audio, whose files it has not: give its messages"
+                )
             return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
         conversations = [source for source in sources if isinstance(source, Conversation)]
         media: list[list[LoadedMedia]] = []
@@ -430,11 +434,12 @@ class RowEncoder:
 
     def _expanded(self, row: _Row, outcomes: Sequence[Sequence[Rendered]]) -> _Row:
         """A row with its rendered texts, in which placeholders are expanded. RowError: they do not fit its media."""
-        if self.processor is None or not any(row.media):
-            return row._replace(rendered=[each for outcome in outcomes for each in outcome])
+        texts = [each for outcome in outcomes for each in outcome]
+        if self.processor is None or not (any(row.media) or any(map(self.processor.is_in, texts))):
+            return row._replace(rendered=texts)
         rendered: list[Rendered] = []
         items: list[list[PlacedItem]] = []
-        for outcome, media in zip(outcomes, row.media, strict=True):
+        for outcome, media in zip(outcomes, row.media or [()] * len(outcomes), strict=True):
             placed: list[PlacedItem] = []
             for each in outcome:
                 expanded, placed = self.processor.expand(each, media)
