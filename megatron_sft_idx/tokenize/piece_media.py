@@ -36,7 +36,6 @@ class PieceMedia:
         limits: what is read, and from where.
         blobs: takes the encoded files.
         sizes: of files that were looked at before; more are added.
-
     """
 
     def __init__(self, path: str, limits: MediaLimits, blobs: CollectedBlobs, sizes: MediaSizes) -> None:
