@@ -184,7 +184,7 @@ def test_exists_asks_for_all_five(tmp_path: Path, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"multimodal": True}, "text only"),
+        ({"multimodal": True}, "pass False"),
         ({"object_storage_config": object()}, "object storage"),
         ({"s3_config": object()}, "object storage"),
     ],
@@ -303,7 +303,7 @@ def test_stock_methods_without_masks_are_refused_in_a_sentence(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("path", "options", "word"),
     [
-        ("x.bin", {"multimodal": True}, "text only"),
+        ("x.bin", {"multimodal": True}, "pass False"),
         ("x", {}, "PREFIX.bin"),
         ("x.idx", {}, "PREFIX.bin"),
         ("x.loss.bin", {}, "PREFIX.bin"),
