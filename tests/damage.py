@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from fuzz.contract import memory_folder
 
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
 
 Files = dict[str, bytes]
+ROOT = Path(__file__).parent.parent
 
 
 class Damage(NamedTuple):
@@ -25,6 +35,32 @@ class Damage(NamedTuple):
 
     name: str
     files: Files
+
+
+@contextmanager
+def folder_for_copies() -> Iterator[Path]:
+    """A folder in memory where the system has one: the copies are many, and packing them syncs each time."""
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as made:
+        yield Path(made)
+
+
+def outcomes_of(script: str, folder: Path, *arguments: int) -> Counter[str]:
+    """What a script of this folder counts that uses damaged copies in a new folder.
+
+    It is another process: a reader outside its files dies by a signal.
+    """
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, f"tests/{script}", str(folder), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return Counter(json.loads(done.stdout))
 
 
 def read_everything(shard: Shard) -> list[str]:

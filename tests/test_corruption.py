@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,40 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corrupt_copies import two_shards
-from damage import KINDS, damaged
-
-ROOT = Path(__file__).parent.parent
-MEMORY = Path("/dev/shm")
+from damage import KINDS, damaged, folder_for_copies, outcomes_of
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory where the system has such a folder: the copies are many and packing them syncs each time."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as made:
-        yield Path(made)
-
-
-def outcomes_of(folder: Path, first: int, last: int) -> Counter[str]:
-    """Uses copies ``first`` to ``last`` in a process of its own: a reader outside its files dies by a signal."""
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "tests/corrupt_copies.py", str(folder), str(first), str(last)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return Counter(json.loads(done.stdout))
+    with folder_for_copies() as made:
+        yield made
 
 
 @pytest.mark.parametrize("copies", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_damaged_copies_are_refused_or_read_in_bounds(folder: Path, copies: int) -> None:
     half = copies // 2
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda first: outcomes_of(folder / str(first), first, first + half), (0, half)))
+        parts = list(
+            pool.map(
+                lambda first: outcomes_of("corrupt_copies.py", folder / str(first), first, first + half), (0, half)
+            )
+        )
     counts = parts[0] + parts[1]
     assert counts.total() == copies
     by_outcome: Counter[str] = Counter()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from damage import folder_for_copies, outcomes_of
 from media_damage import DATA, ITEMS, media_damages, media_shards, put_placed, some_of
 from media_samples import media_samples, write_media
 from packs import tree_of, write_samples
@@ -28,37 +25,21 @@ from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.shard import Shard, remove_shard
 
-ROOT = Path(__file__).parent.parent
-MEMORY = Path("/dev/shm")
-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory where the system has such a folder: packing syncs each time."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as made:
-        yield Path(made)
-
-
-def outcomes_of(folder: Path, count: int, first: int) -> Counter[str]:
-    """Use every other one of some damaged copies, in another process: a reader outside its files dies by a signal."""
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "tests/corrupt_media.py", str(folder), "0", str(count), str(first), "2"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return Counter(json.loads(done.stdout))
+    with folder_for_copies() as made:
+        yield made
 
 
 @pytest.mark.parametrize("count", [90, pytest.param(0, marks=pytest.mark.slow, id="all")])
 def test_damage_to_images_and_audio_is_found_and_goes_into_no_new_shard(folder: Path, count: int) -> None:
     with ThreadPoolExecutor(2) as pool:
-        counts = sum(pool.map(lambda first: outcomes_of(folder / str(first), count, first), (0, 1)), Counter[str]())
+        # Every other one in each of two processes.
+        halves = pool.map(
+            lambda first: outcomes_of("corrupt_media.py", folder / str(first), 0, count, first, 2), (0, 1)
+        )
+        counts = sum(halves, Counter[str]())
     assert counts.total() == (count or len(media_damages(media_shards(folder))))
     print(f"\n{counts.total()} damaged copies:", dict(counts))
     for outcome in ("refused, no", "refused in part, no", "read, no"):

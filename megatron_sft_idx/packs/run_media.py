@@ -5,9 +5,7 @@ Inside a run, an item is found by its sequence, not by its pack: so sequences ca
 
 from __future__ import annotations
 
-import os
 import tempfile
-from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -133,8 +131,8 @@ class BlobTable:
             self._slots[self._slot(self.hash(number))] = number + 1
 
 
-class CollectedBlobs(ABC):
-    """Encoded files that are collected one by one, each kept once."""
+class CollectedBlobs:
+    """Encoded files that are numbered one by one, each once. Only their hashes are kept, for who wants items alone."""
 
     def __init__(self) -> None:
         self._table = BlobTable()
@@ -153,16 +151,8 @@ class CollectedBlobs(ABC):
             self._keep(data)
         return number
 
-    @abstractmethod
-    def _keep(self, data: bytes) -> None: ...
-
-    def nbytes(self, number: int) -> int:
-        """The size of one."""
-        return len(self.data(number))
-
-    @abstractmethod
-    def data(self, number: int) -> bytes:
-        """The bytes of one."""
+    def _keep(self, data: bytes) -> None:
+        """Keep the bytes of a new file, for who wants these too."""
 
 
 class SpilledBlobs(CollectedBlobs):
@@ -174,13 +164,12 @@ class SpilledBlobs(CollectedBlobs):
 
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
-        self._file = tempfile.TemporaryFile(dir=folder, prefix="media-", suffix=".tmp", buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="media-", suffix=".tmp")  # noqa: SIM115
         self._ends = array("Q", [0])
 
     def _keep(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._file.seek(self._ends[-1])
+        self._file.write(data)
         self._ends.append(self._ends[-1] + len(data))
 
     @property
@@ -191,28 +180,15 @@ class SpilledBlobs(CollectedBlobs):
     def data(self, number: int) -> bytes:
         """The bytes of one. OSError: the temporary file cannot be read."""
         begin, end = self._ends[number], self._ends[number + 1]
-        data = os.pread(self._file.fileno(), end - begin, begin)
-        while len(data) < end - begin:  # one call reads 2 GiB at most
-            more = os.pread(self._file.fileno(), end - begin - len(data), begin + len(data))
-            if not more:
-                raise OSError(f"a temporary file of images and audio ends {end - begin - len(data)} bytes too early")
-            data += more
+        self._file.seek(begin)
+        data = self._file.read(end - begin)
+        if len(data) < end - begin:
+            raise OSError(f"a temporary file of images and audio ends {end - begin - len(data)} bytes too early")
         return data
 
     def close(self) -> None:
         """Give the disk space back."""
         self._file.close()
-
-
-class DroppedBlobs(CollectedBlobs):
-    """Encoded files of which only the hashes are kept, for who wants the items alone."""
-
-    def _keep(self, data: bytes) -> None:
-        pass
-
-    def data(self, number: int) -> bytes:
-        """Never the bytes of one. ValueError: they were not kept."""
-        raise ValueError(f"the bytes of file {number} were not kept")
 
 
 @dataclass(frozen=True, eq=False)

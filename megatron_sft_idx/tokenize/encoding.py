@@ -41,7 +41,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.layout.media import KINDS, Items
-from megatron_sft_idx.packs.run_media import CollectedBlobs, DroppedBlobs
+from megatron_sft_idx.packs.run_media import CollectedBlobs
 from megatron_sft_idx.tokenize.kept_fields import arrays_of, dtype_of, values_of
 from megatron_sft_idx.tokenize.piece_media import MediaSizes, PieceMedia
 from megatron_sft_idx.tokenize.selection import row_hash
@@ -361,7 +361,7 @@ class RowEncoder:
 
     def media_of(self, path: str, blobs: CollectedBlobs | None = None) -> PieceMedia:
         """What reads images and audio of a piece of the file with this path; ``blobs`` takes their files."""
-        return PieceMedia(path, self.options.media, DroppedBlobs() if blobs is None else blobs, self._sizes)
+        return PieceMedia(path, self.options.media, CollectedBlobs() if blobs is None else blobs, self._sizes)
 
     def content_of_pieces(self, pieces: Iterable[Piece], num_rows: int, path: str | None = None) -> Iterator[str]:
         """What ``PartInfo.content`` has of each piece once so many rows of all of them were encoded.
