@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -132,6 +133,45 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "x")
     assert len(shard) == shard[0]["input_ids"][0] + 1
     assert folder_of(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize("end", [ShardWriter.abandon, ShardWriter.finalize], ids=["abandoned", "finished"])
+def test_a_writer_may_end_before_any_look_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ShardWriter], object]
+) -> None:
+    reached = True
+    for number in itertools.count():
+        if not reached:
+            break
+        reached, looks = False, 0
+        first = ShardWriter(tmp_path / f"x{number}", durable=False)
+        first.add_pack([1], [0], [0])
+
+        def before(look: Callable[..., Any], number: int = number, first: ShardWriter = first) -> Callable[..., Any]:
+            def looked(*arguments: Any, **options: Any) -> Any:
+                nonlocal reached, looks
+                looks += 1
+                if looks == number + 1 and not reached:
+                    reached = True
+                    with monkeypatch.context() as ending:
+                        for name, original in originals.items():
+                            ending.setattr(os, name, original)
+                        end(first)
+                return look(*arguments, **options)
+
+            return looked
+
+        originals = {name: getattr(os, name) for name in ("open", "lstat", "stat", "scandir", "mkdir", "listdir")}
+        with monkeypatch.context() as patch:
+            for name, original in originals.items():
+                patch.setattr(os, name, before(original))
+            try:
+                ShardWriter(tmp_path / f"x{number}", durable=False, overwrite=True).abandon()
+            except FormatError as error:
+                assert "another writer is at work here" in str(error), number
+        if not reached:
+            first.abandon()
+    assert number > 10
 
 
 def test_files_of_writers_that_come_and_go_between_the_looks_are_no_strangers(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, column_of
-from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, describe, head_of
+from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, describe, head_of, read_head
 
 OUTPUT, OLD_OUTPUT, REMOVED, PARTS = "output", "output.old", "removed", "parts"
 # What a writer notes of packs, of the items of images and audio in them, and of the encoded files that these show.
@@ -212,11 +212,14 @@ def is_file_name(name: str) -> bool:
 
 def read_json(path: str) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no file. FormatError: something else is in it."""
+    # Its writer may remove or replace the file at any time: it is opened once, and nothing is asked of the path again.
+    raw = b""
     try:
-        nbytes = os.lstat(path).st_size
+        raw = read_head(path, _MAX_NBYTES)
     except FileNotFoundError:
         return None
-    raw = head_of(path, min(nbytes, _MAX_NBYTES))
+    except OSError:
+        pass  # a link, or unreadable: as damaged
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(raw)
         if isinstance(content, dict):

@@ -128,13 +128,18 @@ def describe(path: str) -> str:
 def head_of(path: str, nbytes: int) -> bytes:
     """The first bytes of a regular file; empty for anything else, a link included, and for what cannot be read."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                return os.read(fd, nbytes)
-        finally:
-            os.close(fd)
+        return read_head(path, nbytes)
     return b""
+
+
+def read_head(path: str, nbytes: int) -> bytes:
+    """The first bytes of a regular file; empty for anything else. OSError: a link, nothing there, or unreadable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        return os.read(fd, min(nbytes, status.st_size)) if stat.S_ISREG(status.st_mode) else b""
+    finally:
+        os.close(fd)
 
 
 def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
