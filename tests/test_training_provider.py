@@ -151,6 +151,23 @@ def test_arguments_that_would_train_on_something_else_are_refused(
             train_valid_test_datasets_provider([20, 0, 0], args=args)
 
 
+def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
+    """As with Megatron's default split: one percent of forty packs is none."""
+    args = arguments(data_path=[str(shards / "a")], split="969,30,1")
+    train, valid, test = train_valid_test_datasets_provider([100, 4, 0], args=args)
+    assert (len(train), len(valid), test) == (100, 4, None)
+    # The others are where they would be.
+    assert (train.source.num_packs, valid.source.num_packs) == (39, 1)
+    with pytest.raises(FormatError, match=r"the test split is empty, .* such as --split 99,1,0"):
+        train_valid_test_datasets_provider([100, 4, 4], args=args)
+    blends = {
+        f"{split}_data_path": [str(shards / name)]
+        for split, name in zip(("train", "valid", "test"), "abb", strict=True)
+    }
+    train, valid, test = train_valid_test_datasets_provider([None, 0, 5], args=arguments(**blends))
+    assert (len(train), valid, len(test)) == (40, None, 5)
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

@@ -106,7 +106,7 @@ def build_datasets(
     **options: Any,
 ) -> list[Any]:
     """Build the three data sets with Megatron's builder, on all ranks; ``options`` as for ``config_from_args``."""
-    config = config_from_args(args, **options)
+    config = config_from_args(args, num_samples=tuple(num_samples), **options)
     _keep_blends_in_memory_without_shared_cache(config)
     built: list[Any] = BlendedMegatronDatasetBuilder(
         PackedSFTDataset, list(num_samples), is_built_on_rank, config
