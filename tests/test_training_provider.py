@@ -18,6 +18,7 @@ from packs import demo_samples, write_samples
 from torch.utils.data import DataLoader
 from training_twin import lone_process
 
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
@@ -117,3 +118,81 @@ def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: Modul
         batch, params = stock_inputs(dict(stock))
         found = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
         assert torch.equal(found, expected)
+
+
+def test_options_of_the_configuration_go_through_the_provider(shards: Path) -> None:
+    args = arguments(data_path=[str(shards / "a")])
+    train, *_ = train_valid_test_datasets_provider([20, 0, 0], args=args, index_only_packing=True, padding_mask=True)
+    assert train.config.index_only_packing
+    assert "padding_mask" in train[0]
+    with pytest.raises(FormatError, match="no option 'index_only'; it takes index_only_packing, "):
+        train_valid_test_datasets_provider([20, 0, 0], args=args, index_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("fim_data", True, "--fim-data cuts"),
+        ("eod_mask_loss", True, "--eod-mask-loss would"),
+        ("dataloader_type", "cyclic", "--dataloader-type cyclic draws"),
+        ("dataloader_type", "external", "--dataloader-type external draws"),
+        ("varlen_sbhd_validation", True, "--varlen-sbhd-validation validates"),
+    ],
+)
+def test_arguments_that_would_train_on_something_else_are_refused(
+    shards: Path, name: str, value: Any, shown: str
+) -> None:
+    args = arguments(data_path=[str(shards / "a")], **{name: value})
+    with pytest.raises(FormatError, match=shown):
+        train_valid_test_datasets_provider([20, 0, 0], args=args)
+    for harmless in (None, False, "single"):
+        if (harmless == "single") == (name == "dataloader_type") or harmless is None:
+            setattr(args, name, harmless)
+            train_valid_test_datasets_provider([20, 0, 0], args=args)
+
+
+def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
+    """As with Megatron's default split: one percent of forty packs is none."""
+    args = arguments(data_path=[str(shards / "a")], split="969,30,1")
+    train, valid, test = train_valid_test_datasets_provider([100, 4, 0], args=args)
+    assert (len(train), len(valid), test) == (100, 4, None)
+    # The others are where they would be.
+    assert (train.source.num_packs, valid.source.num_packs) == (39, 1)
+    with pytest.raises(FormatError, match=r"the test split is empty, .* such as --split 99,1,0"):
+        train_valid_test_datasets_provider([100, 4, 4], args=args)
+    blends = {
+        f"{split}_data_path": [str(shards / name)]
+        for split, name in zip(("train", "valid", "test"), "abb", strict=True)
+    }
+    train, valid, test = train_valid_test_datasets_provider([None, 0, 5], args=arguments(**blends))
+    assert (len(train), valid, len(test)) == (40, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("0.3 A B", "B has no weight"),
+        ("0.3 A B C", "B has no weight"),
+        ("0.3 A 0.7", "0.7 stands for no path"),
+        ("A 0.3 B 0.7", "a weight comes in front of its path, and 0.3 stands behind one"),
+        ("A 0.3 B", "a weight comes in front of its path, and 0.3 stands behind one"),
+    ],
+)
+def test_every_path_of_a_blend_has_a_weight_or_none(shards: Path, words: str, shown: str) -> None:
+    names = {"A": str(shards / "a"), "B": str(shards / "b"), "C": str(shards / "b")}
+    paths = [names.get(word, word) for word in words.split()]
+    for given in ({"data_path": paths}, {"train_data_path": paths, "split": None}):
+        with pytest.raises(FormatError) as caught:
+            config_from_args(arguments(**given))
+        assert shown.replace("B has", f"{shards / 'b'} has") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.json.gz", "packs.npy"])
+def test_a_file_in_place_of_a_prefix_says_what_makes_a_shard_of_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"{}")
+    with pytest.raises(ShardNotFoundError) as caught:
+        config_from_args(arguments(data_path=[str(path)]))
+    verbs = ["convert"] if name == "packs.npy" else ["preprocess --input", "convert"]
+    for verb in verbs:
+        assert f"megatron-sft-idx {verb} {path} " in str(caught.value)

@@ -133,6 +133,10 @@ def _missing(paths: ShardPaths) -> list[str]:
     return [path for path in paths.all if not object_exists(path)] if is_remote(paths.prefix) else paths.missing()
 
 
+# Endings of files that hold rows.
+_ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     """The error about a prefix without a whole shard: which files are missing, and a remedy."""
     missing = _missing(paths)
@@ -166,7 +170,21 @@ def where_to_look(paths: ShardPaths) -> str:
                 f"{unfinished} was being built when its command was interrupted, or still is: give that command again"
                 f" to go on, or recover its packs: megatron-sft-idx rebuild {unfinished}"
             )
-    return "check the prefix: the path without .seq.idx"
+    return _other_file(paths.prefix) or "check the prefix: the path without .seq.idx"
+
+
+def _other_file(path: str) -> str:
+    """What to do with a path that is a file instead of a prefix; empty if it is no file."""
+    if not os.path.isfile(path):
+        return ""
+    bare = path.removesuffix(".gz").removesuffix(".zst")
+    stem, _ = os.path.splitext(bare)
+    if not bare.endswith(_ROWS):
+        return f"this is a file of another kind; if it holds packs: megatron-sft-idx convert {path} {stem}"
+    return (
+        f"this is a file of rows; make a shard of it: megatron-sft-idx preprocess --input {path} --tokenizer PATH"
+        f" --seq-length N --output-prefix {stem}; if it holds packs: megatron-sft-idx convert {path} {stem}"
+    )
 
 
 def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:

@@ -35,6 +35,21 @@ logger = get_logger(__name__)
 # Of megatron-core, which is Megatron-LM's too.
 RELEASE = (package_info.MAJOR, package_info.MINOR)
 _SPLITS = ("train", "valid", "test")
+# Arguments about data that would be ignored, or train on something else: name, the value that is taken, and why.
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("fim_data", False, "cuts texts apart to train on their middle, for which packs have no place; leave it out"),
+    ("eod_mask_loss", False, "would take ends of turns out of the loss; leave it out: the masks of shards are final"),
+    (
+        "dataloader_type",
+        "single",
+        "draws rows in another order, of which a resumed run repeats some; leave it out: each epoch is shuffled anyway",
+    ),
+    ("varlen_sbhd_validation", False, "validates on rows of another layout than single sequences have; leave it out"),
+)
+# What the provider takes beside columns and media: fields of the configuration without an argument of Megatron's.
+_OPTIONS = (
+    *("index_only_packing", "packing_method", "max_sequences_per_pack", "padding_mask", "pad_id", "plan_cache"),
+)
 
 
 def train_valid_test_datasets_provider(
@@ -44,6 +59,7 @@ def train_valid_test_datasets_provider(
     args: Namespace | None = None,
     columns: Sequence[str] = (),
     ignore_media: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """Training, validation and test data, as ``pretrain()`` asks for them.
 
@@ -54,6 +70,8 @@ def train_valid_test_datasets_provider(
         columns: names of columns that rows come with.
         ignore_media: train on shards with images and audio, as if their placeholder tokens were text. A script that
             adds ``--ignore-media`` to Megatron's arguments need not pass it.
+        options: other fields of ``PackedSFTDatasetConfig`` that Megatron has no argument for: ``index_only_packing``,
+            ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``.
 
     Raises:
         FormatError: arguments or shards that cannot be trained on, on every rank.
@@ -63,7 +81,10 @@ def train_valid_test_datasets_provider(
 
         args = get_args()
     require_arguments(args)
-    options: dict[str, Any] = {
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise FormatError(f"the provider has no option {unknown[0]!r}; it takes {', '.join(_OPTIONS)}")
+    given: dict[str, Any] = {
+        **options,
         "columns": tuple(columns),
         "single_sequences": _is_scheduled(args),
         "tokenizer_fingerprint": _tokenizer_fingerprint(args),
@@ -71,7 +92,7 @@ def train_valid_test_datasets_provider(
         "ignore_media": ignore_media or getattr(args, "ignore_media", False),
     }
     is_built_on_rank = lambda: parallel_state.get_tensor_model_parallel_rank() == 0  # noqa: E731
-    return build_datasets(args, train_val_test_num_samples, is_built_on_rank, **options)
+    return build_datasets(args, train_val_test_num_samples, is_built_on_rank, **given)
 
 
 # Megatron then calls it on every rank, and lets the dataset builder decide where data sets are built.
@@ -85,7 +106,7 @@ def build_datasets(
     **options: Any,
 ) -> list[Any]:
     """Build the three data sets with Megatron's builder, on all ranks; ``options`` as for ``config_from_args``."""
-    config = config_from_args(args, **options)
+    config = config_from_args(args, num_samples=tuple(num_samples), **options)
     _keep_blends_in_memory_without_shared_cache(config)
     built: list[Any] = BlendedMegatronDatasetBuilder(
         PackedSFTDataset, list(num_samples), is_built_on_rank, config
@@ -167,8 +188,14 @@ def require_arguments(args: Namespace, release: tuple[int, int] = RELEASE) -> No
         args: Megatron's arguments; those that a release does not know may be missing.
         release: major and minor number of Megatron.
     """
-    if complaints := [*_complaints(args, release)]:
+    if complaints := [*_complaints(args, release), *_refused(args)]:
         raise FormatError("\n".join(complaints))
+
+
+def _refused(args: Namespace) -> Iterator[str]:
+    for name, taken, why in _REFUSED:
+        if (value := getattr(args, name, taken)) not in (taken, None):
+            yield f"--{name.replace('_', '-')}{'' if value is True else f' {value}'} {why}"
 
 
 def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
@@ -275,10 +302,38 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
     if file := getattr(args, "data_args_path", None):
         paths = Path(file).read_text(encoding="utf-8").split()
     if paths:
-        return get_blend_from_list(paths), None
+        return _blend_of(paths, "--data-path"), None
     blends = [getattr(args, f"{split}_data_path", None) for split in _SPLITS]
     if file := getattr(args, "per_split_data_args_path", None):
         named = json.loads(Path(file).read_text(encoding="utf-8"))
         blends = [named.get(split) for split in _SPLITS]
         blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
-    return None, [get_blend_from_list(blend) for blend in blends] if any(blends) else None
+    each = [_blend_of(blend, f"--{split}-data-path") for split, blend in zip(_SPLITS, blends, strict=True)]
+    return None, each if any(each) else None
+
+
+def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
+    """Paths and weights; FormatError where only some paths have a weight, which Megatron takes for paths in silence."""
+    if not words:
+        return None
+    at_weights = words[::2]
+    if any(map(_is_number, at_weights)):
+        for number, word in enumerate(at_weights):
+            if not _is_number(word):
+                raise FormatError(f"{option}: {word} has no weight; write WEIGHT PATH for every path, or paths alone")
+            if 2 * number + 1 == len(words):
+                raise FormatError(
+                    f"{option}: {word} stands for no path; write WEIGHT PATH for every path, or paths alone"
+                )
+    elif numbers := [word for word in words[1::2] if _is_number(word) and not os.path.exists(f"{word}.seq.idx")]:
+        raise FormatError(f"{option}: a weight comes in front of its path, and {numbers[0]} stands behind one")
+    blend: Blend | None = get_blend_from_list(list(words))
+    return blend
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -72,6 +72,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             refused.
         vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None is not
             looked at.
+        num_samples: rows wanted of each split, None for an epoch. Splits of 0 rows are left out, also if a shard is too
+            small to have any for them.
         global_batch_size: for the log line that says how many steps an epoch has.
         plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
         read: how local shards are read: by maps, or by ``pread`` where ``mmap_bin_files`` is False.
@@ -93,6 +95,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
     vocab_size: int | None = None
+    num_samples: tuple[int | None, ...] | None = None
     global_batch_size: int | None = None
     plan_cache: str | None = None
     read: ReadOptions = field(default_factory=ReadOptions)
@@ -135,6 +138,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         except (AssertionError, ValueError) as error:
             why = str(error) or "a split is up to three numbers, such as 98,1,1"
             raise FormatError(f"split {self.split!r}, or what goes with it: {why}") from None
+        self._leave_out_unwanted()
         if self.sequence_multiple is None:
             self.sequence_multiple = parallel_multiple(self.context_parallel_size, self.sequence_parallel_size)
         if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
@@ -170,6 +174,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         for split, blend in zip(Split, self.blend_per_split or (), strict=False):
             if blend is not None:
                 yield split, blend
+
+    def _leave_out_unwanted(self) -> None:
+        for split in Split:
+            if self.num_samples is None or self.num_samples[split.value] != 0:
+                continue
+            for of_splits in (self.split_matrix, self.blend_per_split):
+                if of_splits is not None:
+                    of_splits[split.value] = None
 
     @staticmethod
     def _check_weights(paths: list[str], weights: list[float] | None) -> None:
@@ -274,7 +286,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         if first >= last:
             raise FormatError(
                 f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
-                " more of --split, or none at all"
+                " more of --split, or none at all, such as --split 99,1,0"
             )
 
     def count(self, path: str) -> int:
