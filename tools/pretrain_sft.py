@@ -75,6 +75,7 @@ from megatron_sft_idx.tokenize import encoding_options
 from megatron_sft_idx.training.batch import Tensors
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
+from megatron_sft_idx.training.pretraining import PretrainingPacks
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 
@@ -114,7 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-path",
         nargs="+",
         required=True,
-        help="a prefix, folder or glob, local, s3:// or msc://; or weights and such; or live:FOLDER",
+        help="a prefix, folder or glob, local, s3:// or msc://; or weights and such, among which pretrain:PREFIX may be"
+        " a stock Megatron dataset; or live:FOLDER",
     )
     data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
@@ -478,11 +480,15 @@ def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     paths, weights = get_blend_from_list(args.data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
     members = getattr(dataset, "datasets", [dataset])
-    shards = [(member.source.shards.fingerprint, share) for member, share in zip(members, shares, strict=True)]
+    sources = [member.source for member in members]
+    corpora = [source for source in sources if isinstance(source, PretrainingPacks)]
+    ids = [source.corpus.content if source in corpora else source.shards.fingerprint for source in sources]
+    shards = list(zip(ids, shares, strict=True))
     # Packs that are planned at start-up depend on their length too.
     length = {"--seq-length": args.seq_length} if args.repack else {}
     options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
-    return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards}
+    orders = [source.order() for source in corpora]
+    return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards, "orders": orders}
 
 
 def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, Any]) -> None:
@@ -507,6 +513,11 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
         if not same:
             raise FormatError(f"{source}: its run had {option} {old}, this one has {option} {value}: {remedy}")
     if was["shards"] == now["shards"]:
+        if was.get("orders", []) != now["orders"]:
+            raise FormatError(
+                f"{source}: its run had pretraining data in another order, which follows from the number of its epochs,"
+                f" and so from --train-iters and --global-batch-size: {remedy}"
+            )
         return
     old, new = was["--data-path"], now["--data-path"]
     if old == new:
@@ -627,7 +638,9 @@ def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
         known = [dataset.vocab_size]
     else:
         members = getattr(dataset, "datasets", [dataset])
-        headers = [header for member in members for header in member.source.shards.headers]
+        sources = [member.source for member in members]
+        chats = [source for source in sources if not isinstance(source, PretrainingPacks)]
+        headers = [header for source in chats for header in source.shards.headers]
         known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
     if wanted is None and None in known:
         raise FormatError("the data does not say how many tokens their tokenizer has: give --vocab-size")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,30 +77,65 @@ class _StockItems:
         return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
+class IdxHeader(NamedTuple):
+    """What the header of an index says.
+
+    Attributes:
+        dtype: of the values of the items.
+        items: how many there are.
+    """
+
+    dtype: np.dtype[Any]
+    items: int
+
+
+def _read_header(file: BinaryIO, path: str) -> IdxHeader:
+    """The header at the head of an open index, whose size agrees with it; errors as of ``_read_idx``."""
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(IDX_HEADER_NBYTES)
+    if len(head) < IDX_HEADER_NBYTES or head[: len(IDX_MAGIC)] != IDX_MAGIC:
+        raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is no index of Megatron's")
+    _, version, code, items, documents = IDX_HEADER.unpack(head)
+    if version != 1 or code not in _DTYPES:
+        raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
+    # Python's integers do not overflow, so that a count of any size fails here, before memory is allocated for it.
+    expected = idx_nbytes(items) + 8 * (documents - items - 1)
+    if size != expected:
+        raise FormatError(
+            f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
+            " it was cut short or changed, or is of a multimodal dataset; only text is read here"
+        )
+    return IdxHeader(np.dtype(_DTYPES[code]), items)
+
+
 def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
     """Dtype of the items, their lengths and where they begin in bytes, int64 [items] each.
 
     Raises:
         FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
     """
-    size = os.path.getsize(path)
     with open_regular(path) as file:
-        head = file.read(IDX_HEADER_NBYTES)
-        if len(head) < IDX_HEADER_NBYTES or head[: len(IDX_MAGIC)] != IDX_MAGIC:
-            raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is no index of Megatron's")
-        _, version, code, items, documents = IDX_HEADER.unpack(head)
-        if version != 1 or code not in _DTYPES:
-            raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
-        # Python's integers do not overflow, so that a count of any size fails here, before memory is allocated for it.
-        expected = idx_nbytes(items) + 8 * (documents - items - 1)
-        if size != expected:
-            raise FormatError(
-                f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
-                " it was cut short or changed, or is of a multimodal dataset; only text can be SFT data here"
-            )
+        dtype, items = _read_header(file, path)
         lengths = np.frombuffer(file.read(4 * items), "<i4").astype(np.int64)
         pointers = np.frombuffer(file.read(8 * items), "<i8").astype(np.int64)
-    return np.dtype(_DTYPES[code]), lengths, pointers
+    return dtype, lengths, pointers
+
+
+def read_ends(path: str) -> tuple[IdxHeader, int]:
+    """Read of an index, however long, only what its header says, and which byte of the ``.bin`` its last item ends at.
+
+    Raises:
+        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
+    """
+    with open_regular(path) as file:
+        header = _read_header(file, path)
+        if not header.items:
+            return header, 0
+        file.seek(IDX_HEADER_NBYTES + 4 * (header.items - 1))
+        length = int.from_bytes(file.read(4), "little", signed=True)
+        file.seek(IDX_HEADER_NBYTES + 4 * header.items + 8 * (header.items - 1))
+        pointer = int.from_bytes(file.read(8), "little", signed=True)
+    return header, pointer + length * header.dtype.itemsize
 
 
 class Reader(PackedReader):

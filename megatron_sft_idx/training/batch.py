@@ -40,7 +40,7 @@ from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
-from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_slots
+from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, WholeRows, in_slots
 
 # ---- tensors and where they lie ----
 
@@ -364,6 +364,8 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             self._files.renumber(arrays["source"], segments)
         if self.padding_mask:
             arrays["padding_mask"][:] = _padding(segments, layout.seq_length, self.sequence_multiple)
+        if segments.whole is not None:
+            self._put_whole(segments.whole, out.tensors)
         if masked is not None:
             arrays["loss_mask"][masked] = 0
         return dict(out.tensors)
@@ -421,6 +423,23 @@ class BatchAssembler(Shown, Dataset[Tensors]):
     def forget_needs(self) -> None:
         """Drop what was fetched for batches that will not be filled."""
         self._fetcher.forget()
+
+    def _put_whole(self, whole: WholeRows, out: Tensors) -> None:
+        """Put rows that come whole into a batch that has nothing but padding in their places."""
+        if "labels" not in out:
+            raise ValueError(f"{self.form} batches of rows that come whole: they have no place for the last label")
+        for row, shard, number in zip(*(column.tolist() for column in whole[:3]), strict=True):
+            tokens, labels = whole.read(shard, number)
+            out["tokens"][row], out["labels"][row] = tokens, labels
+            if "source" in out and self._files is not None:
+                out["source"][row, 0] = torch.tensor([self._files.first_of(shard), number], dtype=torch.uint32)
+        rows = torch.from_numpy(whole.packs)
+        out["loss_mask"][rows] = 1
+        for name in ("cu_seqlens", "cu_seqlens_padded"):
+            if name in out:
+                out[name][rows, 1:] = self.seq_length
+        if "padding_mask" in out:
+            out["padding_mask"][rows] = False
 
     def _token_arrays(self, shards: Sequence[Arrays]) -> Sequence[Arrays]:
         """Of each shard's arrays those with an item a token: tokens, masks and columns of tokens."""
@@ -494,6 +513,10 @@ class SourceFiles(NamedTuple):
         are_positions = all(each == list(range(len(each))) for each in by_table.values())
         numbers = None if are_positions else np.concatenate([np.array(each, np.int64) for each in by_shard])
         return cls([json.loads(file) for file in positions], numbers, np.cumsum([0, *map(len, by_shard)]))
+
+    def first_of(self, shard: int) -> int:
+        """The position in ``files`` of the first file in the table of a shard."""
+        return 0 if self.numbers is None else int(self.numbers[self.firsts[shard]])
 
     def renumber(self, values: NDArray[np.uint32], segments: Segments) -> None:
         """Replace the numbers of shards by positions in ``files``, in a batch [packs, width - 1, 2].

@@ -149,6 +149,8 @@ def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) 
 
     Megatron writes such an index on global rank 0 alone and reads it everywhere else. With a folder on each node, the
     other nodes would find no file. All ranks must call this together. Plans of packs stay in the folder of the node.
+
+    FormatError: there is pretraining data, whose index Megatron cannot build in memory.
     """
     # With either of these two options the user vouches for the files in every node's folder.
     folder, vouched_for = config.path_to_cache, config.fast_cache_load or config.defer_npy_index_mmap
@@ -166,16 +168,23 @@ def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) 
     if probe[0] is None:
         return
     path = os.path.join(folder, probe[0])
-    if not os.path.exists(path):
+    sees = os.path.exists(path)
+    everywhere: list[bool] = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, sees)
+    if not sees:
         logger.info(
             "%s: not the folder of rank 0, so this rank builds the indices of blends in memory; a folder that all"
             " nodes share saves that",
             folder,
         )
         config.path_to_cache = None
-    torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         os.remove(path)
+    if config.pretraining and not all(everywhere):
+        raise FormatError(
+            f"--data-cache-path {folder}: not one folder for all nodes, and of {config.pretraining[0]} Megatron builds"
+            " the index on one node alone; give a folder that all nodes share"
+        )
 
 
 # ---- arguments that would go wrong ----

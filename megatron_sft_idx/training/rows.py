@@ -25,7 +25,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import Wanted
+from megatron_sft_idx.training.pretraining import MixedPacks, PretrainingPacks, blended
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
 # ---- the order of an epoch ----
@@ -129,9 +130,10 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The work of attention for each sample: the sum of its squared sequence lengths, int64 [samples]."""
         segments = self.source.segments(self.packs(samples))
-        if not len(samples):
-            return np.zeros(0, np.int64)
-        costs: NDArray[np.int64] = np.add.reduceat(np.square(segments.lengths), segments.offsets[:-1])
+        sums = np.append(0, np.cumsum(np.square(segments.lengths)))
+        costs: NDArray[np.int64] = sums[segments.offsets[1:]] - sums[segments.offsets[:-1]]
+        if segments.whole is not None:
+            costs[segments.whole.packs] = self.shape["seq_length"] ** 2
         return costs
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
@@ -218,6 +220,20 @@ class SingleRows(PackedRows):
         return [self[int(sample)] for sample in samples]
 
 
+class PretrainingRows(Rows):
+    """The samples of pretraining data, in the order in which its data set has them; ``shape`` as for ``Rows``."""
+
+    def __init__(self, source: PretrainingPacks, num_samples: int, **shape: Any) -> None:
+        self.source: PretrainingPacks = source
+        self.num_samples, self.shape = num_samples, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PretrainingRows, **self.shape), (self.source, self.num_samples)
+
+    def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return samples
+
+
 class BlendedRows(Rows):
     """The samples of a blend, read as those of one data set: as whole batches, with masked samples and look-ahead.
 
@@ -225,10 +241,14 @@ class BlendedRows(Rows):
     """
 
     def __init__(
-        self, members: Sequence[PackedRows], member_of: NDArray[np.integer[Any]], sample_of: NDArray[np.integer[Any]]
+        self,
+        members: Sequence[PackedRows | PretrainingRows],
+        member_of: NDArray[np.integer[Any]],
+        sample_of: NDArray[np.integer[Any]],
     ) -> None:
-        self.source: JoinedPacks = JoinedPacks([member.source for member in members])
-        self.num_samples, self.shape = len(member_of), members[0].shape
+        self.source: JoinedPacks | MixedPacks = blended([member.source for member in members])
+        self.num_samples = len(member_of)
+        self.shape = next(member.shape for member in members if isinstance(member, PackedRows))
         self._members, self._index = members, (member_of, sample_of)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -257,7 +277,7 @@ def rows_of(dataset: Any) -> Rows:
         raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
     if dataset.dataset_index is None and len(dataset):
         dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
-    members = [member for member in map(rows_of, dataset.datasets) if isinstance(member, PackedRows)]
+    members = [rows for rows in map(rows_of, dataset.datasets) if isinstance(rows, PackedRows | PretrainingRows)]
     if len(members) < len(dataset.datasets):
         raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")
     return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)

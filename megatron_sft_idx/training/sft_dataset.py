@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
@@ -27,7 +27,8 @@ from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
-from megatron_sft_idx.training.rows import PackedRows, SingleRows
+from megatron_sft_idx.training.pretraining import PREFIX, Corpus, EveryToken, PretrainingPacks, is_pretraining
+from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows
 from megatron_sft_idx.training.sources import (
     PlannedPacks,
     PlanOptions,
@@ -50,7 +51,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
     ``path_to_cache`` and ``num_dataset_builder_threads`` mean what they mean there; a path of a blend may be one shard,
     a folder or a glob of shards, on disk or at ``s3://`` or ``msc://``, whose index files are then kept in
-    ``object_storage_cache_path`` (None for the usual folder). The tokenizer may be None. What has to do with stock
+    ``object_storage_cache_path`` (None for the usual folder); or ``pretrain:`` and the prefix of a stock Megatron
+    dataset on disk, of whose rows every token is trained. The tokenizer may be None. What has to do with stock
     documents (resetting positions and masks, EOD) is not looked at: rows carry their sequence boundaries.
 
     Attributes:
@@ -101,6 +103,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     read: ReadOptions = field(default_factory=ReadOptions)
     most_sequences: int = field(init=False, default=0, repr=False)
     _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
+    _corpora: dict[str, tuple[Corpus, Any]] = field(init=False, default_factory=dict, repr=False)
 
     def _shown(self) -> str:
         """The fields whose values are not their defaults, of more than fifty."""
@@ -154,19 +157,34 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             self.random_seed,
         )
         self._choose_caches()
-        for path, split, ends in self._split_ranges():
-            if path not in self._opened:
-                self._check_shards(path, self.open_shards(path))
-            self._check_split(path, split, ends)
+        self._check_paths()
         # What the shards of each path agree on, those of all paths do.
         together = ShardSet.joined(list(self._opened.values()))
         together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
-        # All data sets of a blend number files alike, so that it does not matter which of them a row is read from.
-        united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
-        self.source_files = united.files if united and len(self._opened) > 1 else []
         if not self.index_only_packing:
             remedy = "pack them again for one --seq-length, or set index_only_packing"
             together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
+        # All data sets of a blend number files alike, so that it does not matter which of them a row is read from.
+        united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
+        if self._corpora:
+            self._check_mixed(has_files=united is not None)
+        self.source_files: list[dict[str, Any]] = []
+        if united and len(self._opened) + len(self._corpora) > 1:
+            self.source_files = [*united.files, *(corpus.source_file for corpus, _ in self._corpora.values())]
+
+    def _check_paths(self) -> None:
+        for path, split, ends in self._split_ranges():
+            if is_pretraining(path):
+                self._check_documents(path, split, ends)
+                continue
+            if path not in self._opened:
+                self._check_shards(path, self.open_shards(path))
+            self._check_split(path, split, ends)
+        if not self._opened:
+            raise FormatError(
+                f"{', '.join(self._corpora)}: no packed SFT data in the blend; name a shard too, or train on this with"
+                " Megatron's own data sets"
+            )
 
     def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
         if self.blend is not None:
@@ -235,6 +253,59 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             )
         return self._opened[path]
 
+    def open_documents(self, path: str) -> tuple[Corpus, Any]:
+        """The pretraining data of a path of a blend, and Megatron's ``IndexedDataset`` of its documents."""
+        if path not in self._corpora:
+            corpus = Corpus.open(path)
+            documents = GPTDataset.build_low_level_dataset(corpus.prefix, self.config_of_documents(path))
+            self._corpora[path] = corpus, documents
+        return self._corpora[path]
+
+    def config_of_documents(self, path: str) -> GPTDatasetConfig:
+        """What Megatron's ``GPTDataset`` is told about the pretraining data of a path."""
+        blend = [path.removeprefix(PREFIX)], None
+        one_for_all = self.blend is not None
+        return GPTDatasetConfig(
+            random_seed=self.random_seed,
+            sequence_length=self.sequence_length,
+            blend=blend if one_for_all else None,
+            blend_per_split=None if one_for_all else [blend] * len(Split),
+            split=self.split if one_for_all else None,
+            path_to_cache=self.plan_cache,
+            mmap_bin_files=self.mmap_bin_files,
+            tokenizer=EveryToken(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            fast_cache_load=self.fast_cache_load,
+            defer_npy_index_mmap=self.defer_npy_index_mmap,
+        )
+
+    def _check_documents(self, path: str, split: Split, ends: tuple[float, float]) -> None:
+        """Require that a split has a row at least: of one without any, Megatron would look for more for ever."""
+        lengths = self.open_documents(path)[1].sequence_lengths
+        first, last = (round(end * float(len(lengths))) for end in ends)
+        tokens = int(lengths[first:last].sum(dtype=np.int64))
+        if tokens <= self.sequence_length:
+            raise FormatError(
+                f"{path}: the {split.name} split has {tokens} tokens, in {last - first} of {len(lengths)} documents,"
+                f" and a row takes {self.sequence_length + 1}, its last label included; give it more of --split, or"
+                " none at all, such as --split 99,1,0"
+            )
+
+    def _check_mixed(self, has_files: bool) -> None:
+        """Require what the chats of a blend with pretraining data may not have."""
+        paths = ", ".join(self._corpora)
+        if self.single_sequences:
+            raise FormatError(
+                f"{paths}: Megatron's packing scheduler takes single sequences, and rows of pretraining data are none;"
+                " leave these paths out, or train on packs"
+            )
+        others = [name for name in self.columns if name != "source" or not has_files]
+        if others:
+            raise FormatError(f"{paths}: pretraining data has no column {others[0]}; leave out the one or the other")
+
     def _check_shards(self, path: str, shards: ShardSet) -> None:
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
             size, tokenizer = header.vocab_size or 0, header.tokenizer
@@ -289,8 +360,15 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                 " more of --split, or none at all, such as --split 99,1,0"
             )
 
+    @property
+    def pretraining(self) -> list[str]:
+        """The paths of pretraining data in the blend."""
+        return list(self._corpora)
+
     def count(self, path: str) -> int:
-        """What splits of a path divide: packs, or sequences with index-only packing."""
+        """What splits of a path divide: packs, sequences with index-only packing, documents of pretraining data."""
+        if is_pretraining(path):
+            return len(self.open_documents(path)[1])
         shards = self.open_shards(path)
         return shards.num_sequences if self.index_only_packing else len(shards)
 
@@ -308,6 +386,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in an order of its own for every epoch; see ``megatron_sft_idx.training.rows``.
+
+    Of a path of pretraining data its rows are those of Megatron's ``GPTDataset``, in that data set's order.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its light ``rows``.
 
@@ -343,29 +423,49 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
             first, last = int(indices[0]), int(indices[-1]) + 1
         # The parent keeps what it is given; a range says the same as gigabytes of consecutive numbers.
         super().__init__(dataset, dataset_path, range(first, last), num_samples, index_split, config)
-        shards = config.open_shards(dataset_path)
-        self.source: StoredPacks | PlannedPacks
-        if config.index_only_packing:
-            if config.plan_cache is None:
-                log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
-            plan, cache = config.plan_options, config.plan_cache
-            self.source = PlannedPacks(shards, plan, cache, first, last, ignore_media=config.ignore_media)
+        self.source: StoredPacks | PlannedPacks | PretrainingPacks
+        if is_pretraining(dataset_path):
+            self.source = self._pretraining_packs(indices)
         else:
-            self.source = StoredPacks(shards, first, last, ignore_media=config.ignore_media)
+            self.source = self._packs_of_shards(config.open_shards(dataset_path), first, last)
         config.most_sequences = max(config.most_sequences, self.source.most_sequences)
-        self._rows: PackedRows | None = None
+        self._rows: PackedRows | PretrainingRows | None = None
         # Put the content into the key of Megatron's caches, which holds the path only.
         self.unique_identifiers["data"] = self.source.fingerprint
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
         described = self.unique_description.encode("utf-8")
         self.unique_description_hash = hashlib.md5(described, usedforsecurity=False).hexdigest()
-        packs, tokens, everything = self.source.num_packs, self.source.num_tokens(), shards.total("num_tokens")
+        log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, self._epoch())
+
+    def _packs_of_shards(self, shards: ShardSet, first: int, last: int) -> StoredPacks | PlannedPacks:
+        config = self.config
+        if not config.index_only_packing:
+            return StoredPacks(shards, first, last, ignore_media=config.ignore_media)
+        if config.plan_cache is None:
+            log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
+        plan, cache = config.plan_options, config.plan_cache
+        return PlannedPacks(shards, plan, cache, first, last, ignore_media=config.ignore_media)
+
+    def _pretraining_packs(self, indices: NDArray[np.integer[Any]] | None) -> PretrainingPacks:
+        path, config = self.dataset_path, self.config
+        corpus, documents = config.open_documents(path)
+        of_documents = config.config_of_documents(path)
+        rows = GPTDataset(documents, corpus.prefix, indices, self.num_samples, self.index_split, of_documents)
+        return PretrainingPacks(corpus, rows, config.sequence_length, config.columns, config.vocab_size)
+
+    def _epoch(self) -> str:
+        """What an epoch has, for the log."""
+        packs, tokens = self.source.num_packs, self.source.num_tokens()
+        if isinstance(self.source, PretrainingPacks):
+            return f"{packs} rows of pretraining data, {tokens} tokens, all of them trained on"
+        shards = self.source.shards
+        everything = shards.total("num_tokens")
         # Of a split, what is trained on is its share of all, by tokens.
         trained = f"{round(shards.total('num_trained_tokens') * tokens / everything)} of them trained on"
         about = "" if tokens == everything else "about "
-        steps = f", {packs / batch:.1f} steps of {batch} packs" if (batch := config.global_batch_size) else ""
-        message = f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
-        log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, message)
+        batch = self.config.global_batch_size
+        steps = f", {packs / batch:.1f} steps of {batch} packs" if batch else ""
+        return f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
 
     def _shown(self) -> str:
         epoch = f"{self.source.num_packs:,} packs of up to {self.source.capacity:,} tokens"
@@ -378,7 +478,7 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: PackedSFTDatasetConfig) -> range:
-        """Numbers of what splits of a path divide: packs, or sequences with index-only packing."""
+        """Numbers of what splits of a path divide; see ``PackedSFTDatasetConfig.count``."""
         return range(config.count(dataset_path))
 
     @staticmethod
@@ -387,24 +487,25 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         return len(low_level_dataset)
 
     @property
-    def rows(self) -> PackedRows:
+    def rows(self) -> PackedRows | PretrainingRows:
         """The samples without Megatron around them; what loaders read and what is pickled."""
         width = self.config.cu_seqlens_width
         if self._rows is None or self._rows.shape["width"] != width:  # data sets built since then may need wider rows
             pad_ids = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
-            kind = SingleRows if self.config.single_sequences else PackedRows
-            self._rows = kind(
-                self.source,
-                self.config.random_seed,
-                self.index_split.name,
-                len(self),
-                self.config.sequence_length,
-                sequence_multiple=self.config.sequence_multiple,
-                width=width,
-                pad_id=next((pad for pad in pad_ids if pad is not None and pad >= 0), None),
-                padding_mask=self.config.padding_mask,
-                files=self.config.source_files,
-            )
+            shape = {
+                "seq_length": self.config.sequence_length,
+                "sequence_multiple": self.config.sequence_multiple,
+                "width": width,
+                "pad_id": next((pad for pad in pad_ids if pad is not None and pad >= 0), None),
+                "padding_mask": self.config.padding_mask,
+                "files": self.config.source_files,
+            }
+            if isinstance(self.source, PretrainingPacks):
+                self._rows = PretrainingRows(self.source, len(self), **shape)
+            else:
+                kind = SingleRows if self.config.single_sequences else PackedRows
+                seed, split = self.config.random_seed, self.index_split.name
+                self._rows = kind(self.source, seed, split, len(self), **shape)
         return self._rows
 
     def __reduce__(self) -> Any:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -46,6 +46,25 @@ Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32
 
 
 @shown_by_fields
+class WholeRows(NamedTuple):
+    """Packs that are no sequences in shards, but rows that come whole, as pretraining data does.
+
+    Such a row is one segment from its first position to its last, and every position of it is trained on.
+
+    Attributes:
+        packs: int64 [rows], the positions of these packs among those that were asked for.
+        shards: int32 [rows], for each a number as of ``Segments.shards``, by which the column ``source`` names it.
+        numbers: int64 [rows], the number of each row there.
+        read: gives the tokens and the labels of a row, int64 [seq_length] each, for its ``shards`` and ``numbers``.
+    """
+
+    packs: NDArray[np.int64]
+    shards: NDArray[np.int32]
+    numbers: NDArray[np.int64]
+    read: Callable[[int, int], tuple[Any, Any]]
+
+
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Segments:
     """The sequences of some packs, in order.
@@ -59,6 +78,7 @@ class Segments:
         sequences: int64 [segments], the number of each sequence in its shard, by which its columns are found; None
             where the source has no columns of sequences.
         packs: int64 [packs], the number of each pack in its shard; None where these are not packs of shards.
+        whole: the packs that have no segments, since they come whole; None for none.
     """
 
     offsets: NDArray[np.int64]
@@ -68,6 +88,7 @@ class Segments:
     used: list[int] | None = None
     sequences: NDArray[np.int64] | None = None
     packs: NDArray[np.int64] | None = None
+    whole: WholeRows | None = None
 
 
 class PackSource(Protocol):

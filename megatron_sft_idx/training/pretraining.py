@@ -1,0 +1,260 @@
+"""Pretraining data in a blend: rows of a stock Megatron dataset among packs of chats.
+
+``pretrain:web_text`` in a blend is the dataset ``web_text.bin`` and ``web_text.idx``. Megatron's own ``GPTDataset``
+chooses and shuffles its rows; here they get the form of packed rows: all tokens are trained, and the row is one
+segment. Packs of the same batch are still read by an assembler, all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.stock import read_ends, recognise
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.lines import Shown, shown_by_fields
+from megatron_sft_idx.shard.shard_set import running_sums
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.local import StreamHash
+from megatron_sft_idx.training.sources import Arrays, JoinedPacks, PlannedPacks, Segments, StoredPacks, WholeRows
+
+PREFIX = "pretrain:"
+# How much of either end of each file tells one dataset from another.
+_SAMPLE_NBYTES = 1 << 20
+
+
+def is_pretraining(path: str) -> bool:
+    """Whether a path of a blend names pretraining data."""
+    return path.startswith(PREFIX)
+
+
+# ---- a dataset on disk ----
+
+
+@shown_by_fields
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A stock Megatron dataset that is there as a whole, as far as its header and the sizes of its files tell.
+
+    Attributes:
+        prefix: of its two files.
+        content: hash of the sizes and of both ends of its files, hex, wherever they lie.
+    """
+
+    prefix: str
+    content: str
+
+    @classmethod
+    def open(cls, path: str) -> Corpus:
+        """Look at the dataset that a path of a blend names.
+
+        Raises:
+            FormatError: it is on no disk, incomplete, cut short, of something else than tokens, or is packed SFT data.
+        """
+        prefix = path.removeprefix(PREFIX)
+        if is_remote(prefix):
+            raise FormatError(f"{path}: pretraining data is read from a disk alone; copy it to one")
+        paths = ShardPaths(prefix)
+        for file in (paths.idx, paths.tokens):
+            if not os.path.isfile(file):
+                raise FormatError(
+                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin beside"
+                    " it, without their endings"
+                )
+        if not recognise(prefix):
+            raise FormatError(
+                f"{path}: is packed SFT data, of which pretraining would train every token, whatever its masks say;"
+                f" leave {PREFIX} out"
+            )
+        header, end = read_ends(paths.idx)
+        if header.dtype.kind == "f":
+            raise FormatError(f"{path}: items of {header.dtype}, token ids are integers")
+        if not end:
+            raise FormatError(f"{path}: {header.items} documents and not a token; leave it out")
+        nbytes = os.path.getsize(paths.tokens)
+        if end != nbytes:
+            raise FormatError(
+                f"{path}: {paths.tokens} has {nbytes} bytes, and its index is of {end}; one of the two was cut"
+                " short or changed: restore them"
+            )
+        content = xxhash.xxh3_128()
+        for file in (paths.idx, paths.tokens):
+            size = os.path.getsize(file)
+            content.update(size.to_bytes(8, "little"))
+            with open(file, "rb") as opened:
+                for begin in (0, max(size - _SAMPLE_NBYTES, 0)):
+                    opened.seek(begin)
+                    content.update(opened.read(_SAMPLE_NBYTES))
+        return cls(prefix, content.hexdigest())
+
+    @property
+    def source_file(self) -> dict[str, Any]:
+        """Its entry in the table of files of the column ``source``."""
+        return {"name": PREFIX + Path(self.prefix).name, "fingerprint": self.content}
+
+
+class EveryToken:
+    """What ``GPTDataset`` is given for a tokenizer: one by which it masks no token, and pads with none."""
+
+    eod = pad = -1
+    vocab_size = None
+    special_tokens_dict: ClassVar[dict[str, int]] = {}
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "EveryToken"}  # in the keys of Megatron's caches
+
+
+# ---- its rows in batches ----
+
+
+class TokenRows(Protocol):
+    """What is used of a ``GPTDataset``: rows with ``tokens`` and ``labels``, int64 [seq_length]."""
+
+    unique_description_hash: str
+    document_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
+
+
+class PretrainingPacks(Shown):
+    """A ``PackSource`` of the rows of a ``GPTDataset``, in its order; a pack is a row.
+
+    Args:
+        corpus: the dataset on disk.
+        dataset: its rows, as many as are asked for, in the order in which they are trained on.
+        seq_length: tokens of a row.
+        columns: names of the columns that are asked for: ``source`` or none.
+        vocab_size: rows of the model's embedding; rows with other tokens are refused. None is not looked at.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        dataset: TokenRows,
+        seq_length: int,
+        columns: Sequence[str] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        self.corpus, self.dataset, self.vocab_size = corpus, dataset, vocab_size
+        self.num_packs, self.capacity = len(dataset), seq_length
+        self.sequence_multiple, self.most_sequences = seq_length, 0
+        self.pad_id: int | None = None
+        self.fingerprint = xxhash.xxh3_128_hexdigest(
+            json.dumps([corpus.content, dataset.unique_description_hash]).encode()
+        )
+        table = {"files": [corpus.source_file]}
+        self.columns = {name: [ColumnSpec("sequence", np.uint32, 2, metadata=table)] for name in columns}
+
+    def _shown(self) -> str:
+        return f"{self.corpus.prefix}: {self.num_packs:,} rows of {self.capacity:,} tokens"
+
+    def num_tokens(self) -> int:
+        """How many tokens all rows have."""
+        return self.num_packs * self.capacity
+
+    def order(self) -> str:
+        """Hash of the order of the rows, hex: Megatron shuffles in another way where it needs other epochs."""
+        order = StreamHash()
+        for index in (self.dataset.document_index, self.dataset.shuffle_index):
+            order.update(index)
+        return order.hex()
+
+    def row(self, shard: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of a row, int64 [seq_length]; see ``WholeRows.read``.
+
+        FormatError: a token is not in the vocabulary.
+        """
+        row = self.dataset[number]
+        tokens, labels = row["tokens"], row["labels"]
+        least, most = min(int(tokens.min()), int(labels.min())), max(int(tokens.max()), int(labels.max()))
+        if least < 0 or (self.vocab_size is not None and most >= self.vocab_size):
+            outside = least if least < 0 else most
+            raise FormatError(
+                f"{self.corpus.prefix}: row {number} has token {outside}, which the model's vocabulary has not; take"
+                " the tokenizer that the chats were made with, or repair the dataset"
+            )
+        return tokens, labels
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """The rows, none of which has sequences; see ``PackSource``."""
+        whole = WholeRows(np.arange(len(packs)), np.zeros(len(packs), np.int32), packs, self.row)
+        none = np.zeros(0, np.int64)
+        offsets = np.zeros(len(packs) + 1, np.int64)
+        return Segments(offsets, none.astype(np.int32), none, none, [], none, None, whole)
+
+    def arrays(self, shard: int) -> Arrays:
+        """There are none: no sequence lies here."""
+        raise IndexError(f"shard {shard}: pretraining data has none")
+
+
+class MixedPacks(Shown):
+    """A ``PackSource`` of a blend with pretraining data; its packs are numbered one source after the other.
+
+    Packs of chats are found and read as those of a blend without pretraining data.
+    """
+
+    def __init__(self, sources: Sequence[StoredPacks | PlannedPacks | PretrainingPacks]) -> None:
+        self.packs_before = running_sums(source.num_packs for source in sources)
+        self.num_packs = int(self.packs_before[-1])
+        self._rows = {n: source for n, source in enumerate(sources) if isinstance(source, PretrainingPacks)}
+        chats = {n: source for n, source in enumerate(sources) if not isinstance(source, PretrainingPacks)}
+        self._is_chats = np.array([n in chats for n in range(len(sources))])
+        self.chats = JoinedPacks(list(chats.values()))
+        begins = np.zeros(len(sources), np.int64)
+        begins[self._is_chats] = self.chats.packs_before[:-1]
+        self._shift = begins - self.packs_before[:-1]
+        self._num_shards = sum(len(source.shards.prefixes) for source in chats.values())
+        self._shard_of = np.full(len(sources), -1, np.int32)
+        self._shard_of[~self._is_chats] = self._num_shards + np.arange(len(self._rows))
+        self.capacity = max(source.capacity for source in sources)
+        self.sequence_multiple = self.chats.sequence_multiple
+        self.most_sequences, self.pad_id = self.chats.most_sequences, self.chats.pad_id
+        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
+        self.columns = {
+            name: [*specs, *(spec for source in self._rows.values() for spec in source.columns[name])]
+            for name, specs in self.chats.columns.items()
+        }
+
+    def _shown(self) -> str:
+        rows = ", ".join(repr(source) for source in self._rows.values())
+        return f"{self.chats!r}, and pretraining data: {rows}"
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie, and which are rows of pretraining data; see ``PackSource``."""
+        members = np.searchsorted(self.packs_before, packs, side="right") - 1
+        of_chats = self._is_chats[members]
+        found = self.chats.segments((packs + self._shift[members])[of_chats])
+        if of_chats.all():
+            return found
+        counts = np.zeros(len(packs), np.int64)
+        counts[of_chats] = np.diff(found.offsets)
+        rows = np.flatnonzero(~of_chats)
+        samples = (packs - self.packs_before[members])[rows]
+        whole = WholeRows(rows, self._shard_of[members[rows]], samples, self.row)
+        return replace(found, offsets=np.append(0, np.cumsum(counts)), packs=None, whole=whole)
+
+    def row(self, shard: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of a row of pretraining data, int64 [seq_length]; see ``WholeRows.read``."""
+        return list(self._rows.values())[shard - self._num_shards].row(0, number)
+
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one shard of chats; see ``PackSource``."""
+        return self.chats.arrays(shard)
+
+
+def blended(sources: Sequence[StoredPacks | PlannedPacks | PretrainingPacks]) -> JoinedPacks | MixedPacks:
+    """One source of the packs of all members of a blend, numbered one member after the other."""
+    if any(isinstance(source, PretrainingPacks) for source in sources):
+        return MixedPacks(sources)
+    return JoinedPacks([source for source in sources if not isinstance(source, PretrainingPacks)])

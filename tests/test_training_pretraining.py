@@ -1,0 +1,393 @@
+"""Pretraining data in a blend: rows as Megatron's GPTDataset has them, chats as a blend without them has them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blends import CAPACITY, build, config_of, write_packs
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.utils.data import DataLoader, default_collate
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.losses import file_names, files_of
+from megatron_sft_idx.training.pretraining import EveryToken
+from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
+
+BOTH = ("pretrain:{}/web", "{}/chats")
+
+
+def write_documents(prefix: Path, lengths: Sequence[int], first: int = 50_000, dtype: Any = np.int32) -> str:
+    """A stock dataset, whose tokens count on from document to document."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for length in lengths:
+        builder.add_item(torch.arange(first, first + length))
+        builder.end_document()
+        first += length
+    builder.finalize(f"{prefix}.idx")
+    return f"pretrain:{prefix}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    write_documents(tmp_path / "web", rng.integers(1, 90, 60).tolist())
+    write_documents(tmp_path / "code", rng.integers(1, 90, 40).tolist(), 100_000)
+    write_packs(tmp_path / "chats", 30)
+    write_packs(tmp_path / "others", 20, 1)
+    return tmp_path
+
+
+def paths_in(folder: Path, *paths: str) -> list[str]:
+    return [path.format(folder) for path in paths]
+
+
+def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes: Any, split: str = "1,0,0") -> Any:
+    """Of paths of pretraining data the data sets of Megatron alone."""
+    config = GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=CAPACITY,
+        blend=([path.removeprefix("pretrain:") for path in paths], weights),
+        split=split,
+        path_to_cache=str(folder / "stock"),
+        tokenizer=EveryToken(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config).build()
+
+
+def mixed(folder: Path, weights: Any = (0.6, 0.4), sizes: Any = (64, 0, 0), paths: Any = BOTH, **options: Any) -> Any:
+    """The training data of a blend, as Megatron's builder makes it."""
+    blend = paths_in(folder, *paths), None if weights is None else list(weights)
+    return build(config_of(blend, plan_cache=str(folder / "cache"), **options), sizes)
+
+
+def is_text(row: Any) -> bool:
+    return bool(row["tokens"][0] >= 50_000)
+
+
+def check_segment(row: Any, width: int) -> None:
+    """All of it is trained on, and it is one segment."""
+    whole = torch.full((width,), CAPACITY, dtype=torch.int32)
+    whole[0] = 0
+    assert row["loss_mask"].tolist() == [1.0] * CAPACITY
+    assert row["position_ids"].tolist() == list(range(CAPACITY))
+    assert (row["max_seqlen"], row["loss_mask"].dtype) == (CAPACITY, torch.float32)
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if name in row:
+            assert torch.equal(row[name], whole), name
+
+
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("planned", [False, True])
+def test_rows_are_those_of_megatron(folder: Path, planned: bool, context: int) -> None:
+    """And those of the chats the same as in a blend of chats alone; one by one, by whole batches, and by our loader."""
+    if context == 2:
+        for name, salt in (("chats", 0), ("others", 1)):
+            for file in folder.glob(f"{name}.*"):
+                file.unlink()
+            write_padded(folder / name, salt)
+    options: dict[str, Any] = {"index_only_packing": planned, "context_parallel_size": context, "padding_mask": True}
+    blend = mixed(folder, **options)[0]
+    text, chats = blend.datasets
+    reference = stock(folder, ["pretrain:" + str(folder / "web")], None, (text.num_samples, None, None))[0]
+    alone = build(config_of((paths_in(folder, "{}/chats"), None), **options), (chats.num_samples, None, None))[0]
+    assert len(reference) == len(text.source.dataset) >= text.num_samples == len(text)
+    width, seen = blend[0]["cu_seqlens"].shape[0], [0, 0]
+    rows = rows_of(blend)
+    for i in range(len(blend)):
+        member, sample, row = int(blend.dataset_index[i]), int(blend.dataset_sample_index[i]), blend[i]
+        seen[member] += 1
+        if member == 0:
+            expected = reference[sample]
+            assert torch.equal(row["tokens"], expected["tokens"])
+            assert torch.equal(row["labels"], expected["labels"])
+            assert not row["padding_mask"].any()
+            check_segment(row, width)
+        else:
+            expected = alone[sample]
+            assert {name: value.tolist() for name, value in row.items() if name != "dataset_id"} == {
+                name: value.tolist() for name, value in expected.items()
+            }
+        for name, value in rows[i].items():
+            assert torch.equal(value, row[name]), name
+    assert min(seen) > 10
+    one_by_one = default_collate([{k: v for k, v in blend[i].items() if k != "dataset_id"} for i in range(len(blend))])
+    sampler = PackedBatchSampler(
+        rows, consumed_samples=0, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1
+    )
+    batches = list(BatchLoader(rows.assembler, rows.micro_batches(sampler), copy=True))
+    for name, value in one_by_one.items():
+        found = torch.cat([batch[name] for batch in batches])
+        assert torch.equal(found, value[: len(found)]), name
+        assert len(found) > len(blend) - 4
+
+
+def write_padded(prefix: Path, salt: int) -> None:
+    """Packs that fit a row when each sequence is padded to a multiple of four."""
+    rng = np.random.default_rng(salt)
+    with ShardWriter(prefix, capacity=CAPACITY, sequence_multiple=4, durable=False) as writer:
+        for i in range(30):
+            lengths = rng.integers(1, 13, 2).tolist()
+            ids = 1000 * salt + 30 * i + np.arange(1, sum(lengths) + 1)
+            mask = np.arange(sum(lengths)) % 3 != 0
+            mask[[lengths[0] - 1, -1]] = False
+            writer.add_pack(ids, mask, [0, lengths[0]])
+
+
+def test_a_batch_of_pretraining_data_alone_and_one_of_none(folder: Path) -> None:
+    rows = rows_of(mixed(folder)[0])
+    kinds = np.array([is_text(rows[i]) for i in range(len(rows))])
+    for chosen in (np.flatnonzero(kinds)[:5], np.flatnonzero(~kinds)[:5], np.zeros(0, np.int64)):
+        batch = rows.__getitems__(chosen)
+        assert [is_text(row) for row in batch] == kinds[chosen].tolist()
+        for name, value in (default_collate([rows[int(i)] for i in chosen]) if len(chosen) else {}).items():
+            assert torch.equal(batch.tensors[name], value), name
+
+
+def test_masked_rows_have_no_loss(folder: Path) -> None:
+    rows = rows_of(mixed(folder)[0])
+    text = next(i for i in range(len(rows)) if is_text(rows[i]))
+    masked = rows[text - len(rows)]
+    assert torch.equal(masked["tokens"], rows[text]["tokens"])
+    assert not masked["loss_mask"].any()
+
+
+def test_balanced_ranks_count_a_row_as_one_segment(folder: Path) -> None:
+    rows = rows_of(mixed(folder)[0])
+    numbers = np.arange(len(rows))
+    costs = rows.attention_costs(numbers)
+    for i in range(len(rows)):
+        row = rows[i]
+        tokens = row["cu_seqlens"].diff().long()
+        if not is_text(row):  # without the tail
+            tokens = tokens[: int((tokens > 0).sum()) - int(row["cu_seqlens"].max() > len(key(row)))]
+        assert costs[i] == int((tokens**2).sum())
+
+
+def key(row: Any) -> list[int]:
+    return [token for token in row["tokens"].tolist() if token]
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_rows_that_would_have_come(folder: Path) -> None:
+    rows = rows_of(mixed(folder)[0])
+    whole = [key(rows[i]) for i in range(len(rows))]
+    again = rows_of(mixed(folder)[0])
+    found: list[list[int]] = []
+    for ranks, first, last in ((1, 0, 16), (2, 16, 32), (4, 32, 64)):
+        taken: dict[int, list[int]] = {}
+        for rank in range(ranks):
+            sampler = PackedBatchSampler(
+                again, consumed_samples=first, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=ranks
+            )
+            for number, batch in enumerate(sampler):
+                rows_of_batch = again.__getitems__(batch)
+                for sample, row in zip(batch, rows_of_batch, strict=True):
+                    if sample < last:
+                        taken[sample] = key(row)
+                assert number < 64
+        found += [taken[sample] for sample in range(first, last)]
+    assert found == whole[:64]
+
+
+def test_splits_are_of_documents_as_megatron_has_them(folder: Path) -> None:
+    sizes, paths = (40, 8, 0), ["pretrain:" + str(folder / "web")]
+    blend = mixed(folder, split="80,20,0", sizes=sizes)
+    for ours, split in zip(blend[:2], (0, 1), strict=True):
+        text = ours.datasets[0]
+        wanted = [0, 0, None]
+        wanted[split] = text.num_samples
+        theirs = stock(folder, paths, None, [number or 1 for number in wanted[:2]] + [None], "80,20,0")[split]
+        for i in range(text.num_samples):
+            assert torch.equal(text[i]["tokens"], theirs[i]["tokens"])
+    train, valid = ({int(t) for i in range(len(b)) for t in b[i]["tokens"] if t >= 50_000} for b in blend[:2])
+    assert train
+    assert valid
+    assert not train & valid
+
+
+def test_several_corpora_and_without_weights(folder: Path) -> None:
+    paths = ("{}/chats", "pretrain:{}/web", "{}/others", "pretrain:{}/code")
+    blend = mixed(folder, None, (None, None, None), paths)[0]
+    assert blend.weights == [len(member) for member in blend.datasets]
+    seen: dict[str, int] = {"chats": 0, "web": 0, "code": 0}
+    for i in range(len(blend)):
+        first = int(rows_of(blend)[i]["tokens"][0])
+        seen["code" if first >= 100_000 else "web" if first >= 50_000 else "chats"] += 1
+    tokens = np.fromfile(folder / "web.bin", np.int32).size, np.fromfile(folder / "code.bin", np.int32).size
+    assert seen == {"chats": 50, "web": (tokens[0] - 1) // CAPACITY, "code": (tokens[1] - 1) // CAPACITY}
+
+
+def test_per_split_paths(folder: Path) -> None:
+    blends = [(paths_in(folder, *BOTH), [0.5, 0.5]), (paths_in(folder, "pretrain:{}/code"), None), None]
+    train, valid, test = build(config_of(None, blend_per_split=blends, plan_cache=str(folder / "c")), (20, 4, 0))
+    assert (len(train), test) == (20, None)
+    assert all(valid[i]["tokens"][0] >= 100_000 for i in range(4))
+
+
+def test_data_loaders_take_the_rows(folder: Path) -> None:
+    """Also in worker processes, which are handed the rows pickled."""
+    blend = mixed(folder)[0]
+    rows = rows_of(blend)
+    expected = [rows[i]["tokens"].tolist() for i in range(16)]
+    again = pickle.loads(pickle.dumps(rows))
+    assert [again[i]["tokens"].tolist() for i in range(16)] == expected
+    member = pickle.loads(pickle.dumps(blend.datasets[0]))
+    assert torch.equal(member[3]["tokens"], blend.datasets[0][3]["tokens"])
+    loader = DataLoader(rows, batch_size=4, collate_fn=whole_batch, num_workers=1, multiprocessing_context="fork")
+    assert [row for batch in loader for row in batch["tokens"].tolist()][:16] == expected
+
+
+def test_ids_of_sixteen_bits_and_files_that_are_read(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "web", [300], 65_000, np.uint16)
+    chats = write_packs(tmp_path / "chats", 4)
+    options = {"plan_cache": str(tmp_path / "c")}
+    for mmap in (True, False):
+        blend = build(config_of(([path, chats], [0.5, 0.5]), mmap_bin_files=mmap, **options), (8, 0, 0))[0]
+        values = {int(token) for i in range(8) for token in blend[i]["tokens"]}
+        assert max(values) > 65_200
+
+
+def test_the_column_source_names_the_corpus(folder: Path) -> None:
+    a, b = ({"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "ab")
+    for name in ("chats", "others"):
+        for file in folder.glob(f"{name}.*"):
+            file.unlink()
+        table = {"files": [a, b] if name == "chats" else [b]}
+        spec = ColumnSpec("sequence", np.uint32, 2, metadata=table)
+        with ShardWriter(folder / name, capacity=CAPACITY, durable=False, columns={"source": spec}) as writer:
+            for i in range(10):
+                file = i % len(table["files"])
+                ids = [1 + "ab".index(table["files"][file]["name"][0])] * 5
+                writer.add_pack(ids, [1, 1, 1, 1, 0], [0], columns={"source": np.array([[file, i]])})
+    paths = ("{}/chats", "pretrain:{}/web", "{}/others", "pretrain:{}/code")
+    blend = mixed(folder, None, (None, None, None), paths, columns=("source",))[0]
+    rows = rows_of(blend)
+    names = file_names(rows.assembler.source_files)
+    assert names == ["a.jsonl", "b.jsonl", "pretrain:web", "pretrain:code"]
+    for members in ([blend], [rows], blend.datasets):
+        for member in members:
+            batch = default_collate(
+                [{k: v for k, v in member[i].items() if k != "dataset_id"} for i in range(len(member))]
+            )
+            files = files_of(batch)
+            for tokens, mask, numbers in zip(batch["tokens"], batch["loss_mask"], files, strict=True):
+                first = int(tokens[0])
+                expected = 3 if first >= 100_000 else 2 if first >= 50_000 else first - 1
+                assert {*numbers[mask > 0].tolist()} == {expected}
+
+
+def test_narrow_batches_are_refused(folder: Path) -> None:
+    rows = rows_of(mixed(folder)[0])
+    assembler = BatchAssembler(rows.source, CAPACITY, form="narrow")
+    text = next(i for i in range(len(rows)) if is_text(rows[i]))
+    with pytest.raises(ValueError, match="no place for the last label"):
+        assembler.assemble(rows.packs([text]))
+
+
+def damaged(folder: Path, what: str) -> str:
+    """A dataset with a fault, and what is said of it."""
+    idx, data = folder / "web.idx", folder / "web.bin"
+    if what == "cut":
+        os.truncate(data, data.stat().st_size - 4)
+        return "its index is of"
+    if what == "longer":
+        with data.open("ab") as file:
+            file.write(b"1234")
+        return "its index is of"
+    if what == "index cut":
+        os.truncate(idx, idx.stat().st_size - 3)
+        return "cut short or changed"
+    if what == "no index":
+        idx.unlink()
+        return "web.idx is not there"
+    if what == "no data":
+        data.unlink()
+        return "web.bin is not there"
+    if what == "another file":
+        idx.write_bytes(b"x" * 100)
+        return "packed SFT data"
+    if what == "no documents":
+        write_documents(folder / "web", [])
+        return "0 documents and not a token"
+    if what == "empty documents":
+        write_documents(folder / "web", [0, 0, 0])
+        return "3 documents and not a token"
+    if what == "too short":
+        write_documents(folder / "web", [CAPACITY])
+        return f"has {CAPACITY} tokens"
+    if what == "floats":
+        write_documents(folder / "web", [100], dtype=np.float32)
+        return "token ids are integers"
+    shutil.copy(folder / "chats.seq.idx", folder / "web.seq.idx")
+    return "packed SFT data"
+
+
+FAULTS = ("cut", "longer", "index cut", "no index", "no data", "another file", "no documents", "empty documents")
+
+
+@pytest.mark.parametrize("what", [*FAULTS, "too short", "floats", "a shard"])
+def test_what_is_no_whole_dataset_is_refused_before_anything_is_built(folder: Path, what: str) -> None:
+    said = damaged(folder, what)
+    with pytest.raises(FormatError, match=said):
+        config_of((paths_in(folder, *BOTH), None))
+
+
+@pytest.mark.parametrize("nbytes", range(34, 34 + 60 * 12, 97))
+def test_a_changed_index_is_refused_or_changes_no_place_of_the_last_document(folder: Path, nbytes: int) -> None:
+    """What is looked at is header, sizes and end: the rest of an index is Megatron's to read."""
+    os.truncate(folder / "web.idx", nbytes)
+    with pytest.raises(FormatError, match="cut short or changed"):
+        config_of((paths_in(folder, *BOTH), None))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"single_sequences": True}, "single sequences"),
+        ({"columns": ("score",)}, "score"),
+        ({"split": "100,0.5,0"}, "valid split has"),
+    ],
+)
+def test_what_pretraining_data_has_no_place_for_is_refused(folder: Path, options: dict[str, Any], said: str) -> None:
+    if "columns" in options:
+        spec = ColumnSpec("sequence", np.float32)
+        with ShardWriter(folder / "scored", capacity=CAPACITY, durable=False, columns={"score": spec}) as writer:
+            writer.add_pack([1, 2], [1, 0], [0], columns={"score": [1.0]})
+        paths = paths_in(folder, BOTH[0], "{}/scored")
+    else:
+        paths = paths_in(folder, *BOTH)
+    with pytest.raises(FormatError, match=said):
+        config_of((paths, None), **options)
+
+
+def test_pretraining_data_alone_is_refused(folder: Path) -> None:
+    for path, said in (("pretrain:{}/web", "no packed SFT data"), ("pretrain:s3://bucket/web", "from a disk alone")):
+        with pytest.raises(FormatError, match=said):
+            config_of((paths_in(folder, path), None))
+
+
+def test_content_and_order_have_names(folder: Path) -> None:
+    """By which a resumed run sees that another corpus is there, or another order."""
+    first, longer = (mixed(folder, sizes=(size, 0, 0))[0].datasets[0].source for size in (20, 400))
+    assert first.corpus.content == longer.corpus.content
+    assert first.order() != longer.order()
+    assert first.order() == mixed(folder, sizes=(21, 0, 0))[0].datasets[0].source.order()
+    write_documents(folder / "web", [700], 60_000)
+    assert mixed(folder)[0].datasets[0].source.corpus.content != first.corpus.content
