@@ -78,6 +78,7 @@ from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file,
 from megatron_sft_idx.training.pretraining import PretrainingPacks
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
+from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Tensors], None]
@@ -475,19 +476,20 @@ def begun(args: argparse.Namespace) -> Begun:
     return Begun(str(source), found["step"], found["samples"], found.get("data"))
 
 
+def sources_of(dataset: Any) -> list[StoredPacks | PlannedPacks | PretrainingPacks]:
+    """Where the packs of a data set, or of each member of a blend, come from."""
+    return [member.source for member in getattr(dataset, "datasets", [dataset])]
+
+
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     """What the batches of finished data and their order follow from: options, and the shards by their ids."""
     paths, weights = get_blend_from_list(args.data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
-    members = getattr(dataset, "datasets", [dataset])
-    sources = [member.source for member in members]
-    corpora = [source for source in sources if isinstance(source, PretrainingPacks)]
-    ids = [source.corpus.content if source in corpora else source.shards.fingerprint for source in sources]
-    shards = list(zip(ids, shares, strict=True))
+    shards = [(source.content, share) for source, share in zip(sources_of(dataset), shares, strict=True)]
     # Packs that are planned at start-up depend on their length too.
     length = {"--seq-length": args.seq_length} if args.repack else {}
     options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
-    orders = [source.order() for source in corpora]
+    orders = [source.order() for source in sources_of(dataset) if isinstance(source, PretrainingPacks)]
     return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards, "orders": orders}
 
 
@@ -637,10 +639,8 @@ def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
     if isinstance(dataset, LiveData):
         known = [dataset.vocab_size]
     else:
-        members = getattr(dataset, "datasets", [dataset])
-        sources = [member.source for member in members]
-        chats = [source for source in sources if not isinstance(source, PretrainingPacks)]
-        headers = [header for source in chats for header in source.shards.headers]
+        chats = [source.shards for source in sources_of(dataset) if not isinstance(source, PretrainingPacks)]
+        headers = [header for shards in chats for header in shards.headers]
         known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
     if wanted is None and None in known:
         raise FormatError("the data does not say how many tokens their tokenizer has: give --vocab-size")
@@ -695,6 +695,9 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
 def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Observer | None) -> list[float]:
     """Train a new model, or one from a checkpoint, and evaluate it."""
     args.vocab_size = vocabulary_of(training, args.vocab_size)
+    for source in [] if isinstance(training, LiveData) else sources_of(training):
+        if isinstance(source, PretrainingPacks):  # of which no header says how many tokens the tokenizer has
+            source.vocab_size = args.vocab_size
     seed_everything(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)

@@ -159,6 +159,11 @@ class PretrainingPacks(Shown):
     def _shown(self) -> str:
         return f"{self.corpus.prefix}: {self.num_packs:,} rows of {self.capacity:,} tokens"
 
+    @property
+    def content(self) -> str:
+        """Hash of the dataset on disk, hex; see ``Corpus``."""
+        return self.corpus.content
+
     def num_tokens(self) -> int:
         """How many tokens all rows have."""
         return self.num_packs * self.capacity

@@ -281,6 +281,11 @@ class _ShardPacks(Shown):
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, self.state()
 
+    @property
+    def content(self) -> str:
+        """Hash of all that the shards hold, hex, wherever they lie and whichever part is taken."""
+        return self.shards.fingerprint
+
     def state(self) -> tuple[Any, ...]:
         """The arguments by which ``reopen`` makes this source again in another process: few plain values."""
         return self.shards.__getstate__(), self.first, self.last, self.ignore_media
