@@ -5,7 +5,7 @@ What a block is, the words after its fence say; GitHub shows the first of them a
 ====================  ================================================================================
 ``sh``                commands, pasted as they are; all have to succeed
 ``sh fails``          a command that has to fail
-``sh WORD``           commands that need more than this package: WORD is a key of ``ELSEWHERE``
+``sh WORD``           commands that need more than this package, a key of ``ELSEWHERE``; so for ``python WORD``
 ``python``            a program of its own, run in the same folder
 ``text``              what the block before prints, see ``complaint``
 ``KIND of its own``   a key of what the caller can check otherwise
@@ -30,12 +30,18 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 
 RUN = {"sh", "sh fails", "python"}
+_BRIDGE = "needs Megatron-Bridge: tests/test_bridge_recipe.py, in make test-megatron"
 # Blocks that are pasted by another test than those of all others, and why.
 ELSEWHERE = {
     "sh install": "makes environments from the package index: make test-slow",
     "sh slow": "takes several training processes: make test-slow",
     "sh ray": "needs Ray: make test-ray",
     "sh cloud": "needs an object store: make test-cloud",
+    "sh bridge": _BRIDGE,
+    "python bridge": _BRIDGE,
+    "python bridge-dataset": _BRIDGE,
+    "sh bridge-names": "names of the reader's own files",
+    "sh bridge-gpu": "trains with Megatron-Bridge on GPUs, which no test has",
 }
 
 

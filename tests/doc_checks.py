@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from columned import SOURCE, write_columned
@@ -17,7 +15,6 @@ from doc_blocks import Block
 from house import LAYERS
 from megatron.core import utils as megatron_utils
 from packs import demo_samples, write_samples
-from test_bridge_collate import expected, packed_collate, trained
 from torch.utils.data import default_collate
 from training_twin import lone_process
 
@@ -25,38 +22,6 @@ from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
 from megatron_sft_idx.training.rows import rows_of
-
-
-class FollowsTheirs:
-    """What Megatron-Bridge's packed data set does around the two methods that our class replaces."""
-
-    def __init__(self, file_path: str, mapping: list[int] | None) -> None:
-        self.file_path, self.samples_mapping = file_path, mapping
-        self._load_dataset()
-
-    def _load_dataset(self) -> None:
-        raise AssertionError("our class replaces this")
-
-
-def check_bridge(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = ModuleType("megatron.bridge.data.datasets.sft")
-    theirs.GPTSFTPackedDataset = FollowsTheirs  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
-    for parent in ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.datasets"):
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    packs = demo_samples()
-    write_samples(tmp_path / "x", packs)
-    names: dict[str, Any] = {}
-    exec(block.text, names)
-    for mapping in (None, list(range(len(packs)))[::-1]):
-        dataset = names["PackedShard"](str(tmp_path / "x"), mapping)
-        order = mapping or list(range(len(packs)))
-        batch = packed_collate([dataset[i] for i in range(len(packs))], 64, 8)
-        for row, pack in enumerate(order):
-            assert trained(batch, row) == expected(packs[pack])
-        padding = dataset[-1]
-        assert not padding["loss_mask"].any()
-        assert np.array_equal(padding["input_ids"], dataset[len(packs) - 1]["input_ids"])
 
 
 def micro_batch(script: ModuleType, folder: Path) -> dict[str, Any]:
@@ -138,7 +103,6 @@ def check_config(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch)
 
 
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
-    "python bridge": check_bridge,
     "python columns": check_columns,
     "python get_batch": check_get_batch,
     "python tp_rank": check_tp_rank,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from chats import preprocess
+from torchruns import torchrun
 
 from megatron_sft_idx.shard import Shard, ShardWriter
 
@@ -117,12 +118,11 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
     """Run the jobs of a program of tests, one after the other in the same processes; what these said."""
     plan = folder / f"{program}.{ranks}.json"
     plan.write_text(json.dumps(jobs).replace("{}", str(folder)), encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = torchrun(ranks, ROOT / "tests" / program, plan, folder)
     paths = [*filter(None, [os.environ.get("MEGATRON_LM")]), str(ROOT), *sys.path]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     # Not a pipe: what a killed process leaves behind would hold it open.
     with plan.with_suffix(".log").open("w+", encoding="utf-8") as said:
-        command = [*torchrun, str(ROOT / "tests" / program), str(plan), str(folder)]
         subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=560, check=False)
         said.seek(0)
         return said.read()

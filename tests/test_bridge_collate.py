@@ -6,9 +6,12 @@ sequence for the inputs and the first for the labels, and reads the mask at the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from packs import Sample, demo_samples, sample_of, write_samples
 
 from megatron_sft_idx import SFTIndexedDataset
+from megatron_sft_idx.errors import FormatError, SequenceError
 
 PAD = 0
 
@@ -81,3 +85,56 @@ def test_a_pack_is_collated_as_it_is(tmp_path: Path, dtype: Any) -> None:
     for row, pack in enumerate(packs):
         assert trained(batch, row) == expected(pack)
     assert sum(len(expected(pack)) for pack in packs) > 10
+
+
+class FollowsTheirs:
+    """What Megatron-Bridge's packed data set does around the two methods that our class replaces."""
+
+    def __init__(self, file_path: str, mapping: list[int] | None = None, max_seq_length: int = 64) -> None:
+        self.file_path, self.samples_mapping, self.max_seq_length = file_path, mapping, max_seq_length
+        self._load_dataset()
+
+    def _load_dataset(self) -> None:
+        raise AssertionError("our class replaces this")
+
+
+@pytest.fixture
+def packed_shard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Our class, made of that one."""
+    theirs = ModuleType("megatron.bridge.data.datasets.sft")
+    theirs.GPTSFTPackedDataset = FollowsTheirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    for parent in ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.datasets"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    name = "megatron_sft_idx.training.packed_shard"
+    yield import_module(name).PackedShard
+    del sys.modules[name]
+
+
+def test_our_class_on_theirs_gives_the_packs_of_shards(tmp_path: Path, packed_shard: Any) -> None:
+    packs = demo_samples()
+    for name, some in (("x", packs), ("parts/a", packs[:4]), ("parts/b", packs[4:])):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_samples(tmp_path / name, some, capacity=64)
+    for name in ("x", "parts"):
+        for mapping in (None, list(range(len(packs)))[::-1]):
+            dataset = packed_shard(str(tmp_path / name), mapping)
+            order = mapping or list(range(len(packs)))
+            batch = packed_collate([dataset[i] for i in range(len(packs))], 64, 8)
+            for row, pack in enumerate(order):
+                assert trained(batch, row) == expected(packs[pack])
+            padding = dataset[-1]
+            assert not padding["loss_mask"].any()
+            assert padding["input_ids"].tolist() == packs[order[-1]].tokens
+
+
+def test_our_class_on_theirs_refuses_what_it_would_train_wrongly(tmp_path: Path, packed_shard: Any) -> None:
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    with pytest.raises(FormatError, match=r"up to 64 tokens, .* is 63; raise it, or pack again with --seq-length 63"):
+        packed_shard(str(tmp_path / "x"), max_seq_length=63)
+    weighed = sample_of([4, 3], lambda position: 0.5 * (position == 5), lambda position: position)
+    write_samples(tmp_path / "w", [*demo_samples(2), weighed], capacity=64, mask_dtype=np.float32)
+    dataset = packed_shard(str(tmp_path / "w"))
+    assert dataset[1]["loss_mask"].dtype == np.float32
+    with pytest.raises(SequenceError, match=r"w:2: its loss mask has weights"):
+        dataset[2]

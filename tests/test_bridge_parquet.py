@@ -1,8 +1,6 @@
-"""Megatron-Bridge's packed data set on what ``convert`` writes, and its own preparation of the same chats beside it.
+"""Megatron-Bridge's packed data set on what ``convert`` writes, and its own preparation of the same chats.
 
-``make test-megatron`` installs it for the one Python it is made for, without what it asks for: its package imports
-models that need Transformer Engine, which is compiled against CUDA. Three packages are made bare for that; the modules
-for packed data in them are its own, whole.
+``make test-megatron`` installs it for the one Python it is made for. MEGATRON_BRIDGE names a checkout to test instead.
 """
 
 from __future__ import annotations
@@ -12,16 +10,14 @@ import sys
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bridge_modules import MISSING, bridge_folder, forget, make_bare
 from chats import CHATS, TOKENIZER, command, preprocess, write_rows
-from doc_blocks import blocks_of
 
 from megatron_sft_idx import SFTIndexedDataset
 from megatron_sft_idx.shard import Shard
@@ -29,12 +25,8 @@ from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.bridge") is None,
-    reason="megatron-bridge is not installed: make test-megatron has it, for Python 3.12",
-)
+pytestmark = pytest.mark.skipif(bridge_folder() is None, reason=MISSING)
 
-BARE = ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.builders")
 CAPACITY, MULTIPLE = 512, 8
 
 
@@ -95,15 +87,9 @@ class Bridge:
 @pytest.fixture(scope="module")
 def bridge() -> Iterator[Bridge]:
     before = set(sys.modules)
-    (folder,) = find_spec("megatron.bridge").submodule_search_locations  # type: ignore[union-attr]
-    for name in BARE:
-        package = ModuleType(name)
-        package.__path__ = [str(Path(folder, *name.split(".")[2:]))]
-        sys.modules[name] = package
+    make_bare()
     yield Bridge()
-    for name in set(sys.modules) - before:
-        if name.startswith("megatron.bridge"):
-            del sys.modules[name]
+    forget(before)
 
 
 def chats() -> list[dict[str, Any]]:
@@ -173,13 +159,11 @@ def test_batches_of_their_data_set_are_those_of_our_loader(bridge: Bridge, shard
         assert found["loss_mask"].any()
 
 
-def test_the_class_of_the_docs_reads_the_shard_itself(bridge: Bridge, shards: Path) -> None:
+def test_our_class_reads_the_shard_itself(bridge: Bridge, shards: Path) -> None:
     assert command("convert", shards / "x", shards / "same.parquet", "--to", "parquet").code == 0
-    (block,) = (block for block in blocks_of("docs/bridge.md") if block.kind == "python bridge")
-    names: dict[str, Any] = {}
-    exec(block.text, names)
+    packed_shard = import_module("megatron_sft_idx.training.packed_shard").PackedShard
     options = {"max_seq_length": CAPACITY, "prompt_template": "{input} {output}", "label_key": "output"}
-    ours = names["PackedShard"](str(shards / "x"), bridge.tokenizer, truncation_field="input", **options)
+    ours = packed_shard(str(shards / "x"), bridge.tokenizer, truncation_field="input", **options)
     theirs = bridge.dataset(shards / "same.parquet", padded=False)
     for numbers in ([0, 1, 2, 3], [4, -1]):
         batches = [data.collate_fn([data[i] for i in numbers]) for data in (ours, theirs)]

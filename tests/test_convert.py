@@ -615,27 +615,73 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+def test_a_pickled_file_comes_with_the_summary_that_bridge_opens(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    write_samples(tmp_path / "few", demo_samples(2), capacity=64)
+    write_samples(tmp_path / "none", [], capacity=64)
+    target, summary, overwrite = tmp_path / "y.npy", tmp_path / "y.npy.json", ConvertOptions(overwrite=True)
+
+    def expected(source: str) -> list[dict[str, Any]]:
+        target = str(tmp_path / f"{source}.parquet")
+        convert(str(tmp_path / source), target, "parquet", ConvertOptions(padding=Padding(1), overwrite=True))
+        found: list[dict[str, Any]] = json.loads(Path(f"{target}.json").read_text())
+        return found
+
+    convert(str(tmp_path / "x"), str(target), "npy")
+    assert json.loads(summary.read_text()) == expected("x")
+    with pytest.raises(FormatError, match="--overwrite"):
+        convert(str(tmp_path / "few"), str(target), "npy")
+    assert json.loads(summary.read_text()) == expected("x")
+    convert(str(tmp_path / "few"), str(target), "npy", overwrite)
+    assert json.loads(summary.read_text()) == expected("few") != expected("x")
+    # Megatron-Bridge opens no file without packs; the summary of an older one goes.
+    convert(str(tmp_path / "none"), str(target), "npy", overwrite)
+    assert not summary.exists()
+    # A writer by itself, which is told no capacity, and readers that are given the folder.
+    with LegacyPickleWriter(target, overwrite=True) as writer:
+        for number, pack in enumerate(demo_samples()):
+            writer.write_bin(number, pack.tokens, pack.label_mask, pack.starts)
+    (entry,), (other,) = json.loads(summary.read_text()), expected("x")
+    counted = ("dataset_max_seqlen", "max_samples_per_bin", "packing_factor", "min_packed_seqlen")
+    assert [entry[key] for key in counted] == [other[key] for key in counted]
+    (tmp_path / "folder").mkdir()
+    for path in (target, summary):
+        path.rename(tmp_path / "folder" / path.name)
+    assert_holds(open_dataset(tmp_path / "folder"), demo_samples())
+    # Nothing of somebody else is replaced, with or without --overwrite.
+    summary.write_text("[]")
+    with pytest.raises(FormatError, match=r"y\.npy\.json: .*summary of packs"):
+        convert(str(tmp_path / "x"), str(target), "npy", overwrite)
+    assert summary.read_text() == "[]"
+    assert not target.exists()
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("padding", [["--pad-seq-to-mult", "4", "--eod-id", "1"], []])
+@pytest.mark.parametrize(
+    ("to", "padding"), [("parquet", ["--pad-seq-to-mult", "4", "--eod-id", "1"]), ("parquet", []), ("npy", [])]
+)
 def test_a_kill_leaves_no_file_beside_the_summary_of_another(
-    overwrite: bool, padding: list[str], tmp_path: Path
+    overwrite: bool, to: str, padding: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("pyarrow")
     write_samples(tmp_path / "x", demo_samples(), capacity=64)
-    target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
-    assert main(["convert", str(tmp_path / "x"), f"{tmp_path}/new.parquet", "--to", "parquet", *padding]) == 0
+    write_samples(tmp_path / "before", demo_samples(3), capacity=64)
+    target, summary = tmp_path / f"y.{to}", tmp_path / f"y.{to}.json"
+    assert main(["convert", str(tmp_path / "x"), f"{tmp_path}/new.{to}", "--to", to, *padding]) == 0
     old: tuple[bytes | None, bytes | None] = (None, None)
     if overwrite:
-        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(2, 1)))
+        padded = ConvertOptions(padding=Padding(2, 1) if to == "parquet" else None)
+        convert(str(tmp_path / "before"), str(target), to, padded)
         old = target.read_bytes(), summary.read_bytes()
 
     def there(stem: str) -> tuple[bytes | None, bytes | None]:
-        files = (tmp_path / f"{stem}.parquet", tmp_path / f"{stem}.parquet.json")
+        files = (tmp_path / f"{stem}.{to}", tmp_path / f"{stem}.{to}.json")
         one, other = (path.read_bytes() if path.exists() else None for path in files)
         return one, other
 
     new = there("new")
-    command = ["convert", str(tmp_path / "x"), str(target), "--to", "parquet", *padding, *["--overwrite"] * overwrite]
+    command = ["convert", str(tmp_path / "x"), str(target), "--to", to, *padding, *["--overwrite"] * overwrite]
     kills, seen = 0, set()
     while True:
         run = subprocess.run([sys.executable, "-c", _KILLED, str(kills), *command], check=False, capture_output=True)
@@ -646,10 +692,10 @@ def test_a_kill_leaves_no_file_beside_the_summary_of_another(
         assert found in {old, new, (old[0], None), (new[0], None)}
         seen.add(found)
         # The next run finishes what this one left. Only at the very end, nothing tells any more that it was killed.
-        if found != new or overwrite or (tmp_path / "y.parquet.building/done.json").exists():
+        if found != new or overwrite or (tmp_path / f"y.{to}.building/done.json").exists():
             assert main(command) == 0
-            assert not (tmp_path / "y.parquet.building").exists()
-        shutil.rmtree(tmp_path / "y.parquet.building", ignore_errors=True)
+            assert not (tmp_path / f"y.{to}.building").exists()
+        shutil.rmtree(tmp_path / f"y.{to}.building", ignore_errors=True)
         assert there("y") == new
         for path, content in zip((target, summary), old, strict=True):
             path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from packs import sample_of
 from test_formats_jsonl_chunks import produced
 from test_live_chunks import producer
 from test_pretrain_script import ROOT, THREADS
+from torchruns import torchrun
 
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
@@ -88,9 +89,8 @@ def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS, **more:
     """Ranks that take the runs one after the other; ``more`` as for ``pretrain_runs.run``."""
     plan = folder / "plan.json"
     plan.write_text(json.dumps({name: {"options": wanted, **more} for name, wanted in runs.items()}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [*torchrun, str(ROOT / "tests/pretrain_ranks.py"), str(plan), str(folder)],
+        torchrun(ranks, ROOT / "tests/pretrain_ranks.py", plan, folder),
         env={**os.environ, **THREADS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

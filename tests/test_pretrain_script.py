@@ -19,6 +19,7 @@ from chats import preprocess
 from gpt_model import model_inputs, seed_everything
 from pretrain_runs import Curve, Rows, run
 from torch.distributed.run import get_args_parser as torchrun_parser
+from torchruns import torchrun
 from training_twin import batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.errors import FormatError
@@ -98,9 +99,8 @@ def together(data: Path, checkpoints: Path) -> dict[str, Curve]:
     """All runs by two processes, each with every second row of the global batches."""
     plan = data / "plan.json"
     plan.write_text(json.dumps(wanted_runs(data, checkpoints)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launched = subprocess.run(
-        [*torchrun, str(ROOT / "tests/pretrain_runs.py"), str(plan), str(data)],
+        torchrun(2, ROOT / "tests/pretrain_runs.py", plan, data),
         env={**os.environ, **THREADS},
         capture_output=True,
         text=True,

@@ -228,7 +228,7 @@ OTHERS = {
     *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
     *("--pipeline-model-parallel-size", "--context-parallel-size", "--hybrid-context-parallel", "--eval-interval"),
     *("--eval-micro-batch-size", "--sequence-packing-scheduler", "--use-varlen-dataset"),
-    "--max-seqlen-per-dp-cp-rank",  # Megatron-LM
+    *("--max-seqlen-per-dp-cp-rank", "--dynamic-context-parallel"),  # Megatron-LM
 }
 
 

@@ -45,6 +45,7 @@ GOOD = {
     "data_cache_path": None,
 }
 SCHEDULED = {"use_varlen_dataset": True, "sequence_packing_scheduler": "dp_balanced", "sft": False}
+DYNAMIC = {**SCHEDULED, "sequence_packing_scheduler": "default_dynamic_cp", "dynamic_context_parallel": True}
 OLD, NEW = (0, 16), (0, 19)
 
 
@@ -62,6 +63,10 @@ def given(**changed: Any) -> Namespace:
         ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* give .* dp_balanced, or leave"),
         ({"sequence_packing_scheduler": "other"}, "--sequence-packing-scheduler other: .* dp_balanced"),
         ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "room for 8 tokens .* --seq-length 32; raise"),
+        ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* give .* default_dynamic_cp, or"),
+        ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* give .* dp_balanced, or"),
+        ({**DYNAMIC, "data_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 8}, "16 tokens on the 2 ranks .*; raise"),
+        ({**DYNAMIC, "data_parallel_size": 3, "context_parallel_size": 2}, "size is 6; .* a power of two"),
         (
             {"eval_micro_batch_size": 4, "tensor_model_parallel_size": 2},
             "--eval-micro-batch-size 4: .* make them equal",
@@ -251,6 +256,61 @@ def test_megatrons_scheduler_gives_back_every_sequence(tmp_path: Path, collated:
         begins, sizes = packed["cu_seqlens_padded"].tolist(), lengths[1].tolist()
         again = [tuple(packed["tokens"][a : a + n].tolist()) for a, n in zip(begins, sizes, strict=False)]
         assert again == [expected[i][0] for i in chosen]
+
+
+@pytest.mark.parametrize(("data", "context", "room"), [(4, 1, 16), (2, 2, 16), (2, 2, 40), (8, 1, 8)])
+def test_dynamic_context_parallelism_takes_every_sequence_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int, context: int, room: int
+) -> None:
+    """By the scheduler of Megatron's branch dev, and its division of what each rank gets."""
+    schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
+    if not hasattr(schedule, "DefaultDynamicCPScheduler"):
+        pytest.skip("this Megatron has no dynamic context parallelism: run with a checkout of dev in PYTHONPATH")
+    from megatron.core.datasets import data_schedule_utils as utils
+    from megatron_pretrain import partitioned  # in place of Transformer Engine's
+
+    monkeypatch.setattr(utils, "get_thd_partitioned_indices", partitioned)
+    random, ranks = np.random.default_rng(data), data * context
+    write_lengths(tmp_path / "x", [[int(length)] for length in random.integers(1, 65, 96)])
+    same = {"data_path": [str(tmp_path / "x")], "seq_length": 64, "context_parallel_size": context}
+    args = given(**DYNAMIC, **same, data_parallel_size=data, max_seqlen_per_dp_cp_rank=room)
+    train, *_ = train_valid_test_datasets_provider([96, 0, 0], args=args)
+    scheduler = schedule.DefaultDynamicCPScheduler(room, context, data, None)
+    keys, divided = ("tokens", "labels", "loss_mask", "position_ids"), set()
+    for first in range(0, 96, 16):
+        batch = dict(enumerate(utils._unpack_batch([train[first + i] for i in range(16)])))
+        taken: list[int] = []
+        for step in scheduler.get_groups_and_subsamples([(i, int(batch[i]["padded_seq_len"])) for i in batch]):
+            parts: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
+            for rank, numbers in enumerate(step):
+                sharing = [other for other in range(ranks) if step[other] == numbers]
+                packed = utils.build_packed_microbatches(batch, [step], rank, torch.device("cpu"), True)[0]
+                assert int(packed["local_cp_size"]) == len(sharing)
+                assert max(packed["tokens"].shape) <= room * len(sharing)
+                utils.get_cp_slice_for_thd(packed, group_of(sharing.index(rank), len(sharing)))
+                parts.setdefault(tuple(numbers), []).append(packed)
+            for numbers, slices in parts.items():
+                taken += numbers
+                divided.add(len(slices))
+                assert len({len(part["tokens"]) for part in slices}) == 1
+                assert positions_of(slices, keys) == positions_of([batch[i] for i in numbers], keys)
+        assert sorted(taken) == list(range(16))
+    assert len(divided) > 1
+    # Padded as for dp_balanced, some do not divide.
+    alone, *_ = train_valid_test_datasets_provider([96, 0, 0], args=given(**SCHEDULED, **same))
+    packed = utils.build_packed_microbatches(dict(enumerate(alone)), [[[*range(96)]] * ranks], 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match="does not divide"):
+        utils.get_cp_slice_for_thd(packed[0], group_of(0, ranks))
+
+
+def group_of(rank: int, size: int) -> Namespace:
+    """What is asked of a process group."""
+    return Namespace(size=lambda: size, rank=lambda: rank)
+
+
+def positions_of(parts: list[dict[str, torch.Tensor]], keys: tuple[str, ...]) -> list[tuple[float, ...]]:
+    """What stands at each position of some samples, in any order."""
+    return sorted(tuple(column) for part in parts for column in zip(*(part[key].tolist() for key in keys), strict=True))
 
 
 def test_hybrid_context_parallelism_would_lose_sequences_of_rows(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ examples:
     megatron-sft-idx convert 'data/part-*.parquet' data/train --to sft-idx
     megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
 
+  a .npy, and the file DST.json that Megatron-Bridge reads next to it:
+    megatron-sft-idx convert data/train data/train.npy --to npy --no-columns
+
   packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the end-of-sequence id is 2:
     megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eod-id 2 --no-columns
 
@@ -164,8 +167,8 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
         report = convert(arguments.source, arguments.destination, arguments.to, options, on_pass=on_pass)
     print_lines(_report_lines(report, arguments.destination, arguments.to))
-    if padding is not None:
-        print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")
+    if padding is not None or (arguments.to == "npy" and report.content.num_packs):
+        print(f"wrote {summary_path(arguments.destination)}, which Megatron-Bridge takes as packed_metadata_path")
 
 
 def _passed_options(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

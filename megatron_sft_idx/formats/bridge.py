@@ -1,12 +1,13 @@
-"""What Megatron-Bridge wants of a packed Parquet file: padding stored in its packs, and a JSON summary beside it.
+"""What Megatron-Bridge wants of a packed file: padding stored in its packs, and a JSON summary next to it.
 
 Under context parallelism, and for CUDA graphs, Bridge's packed data set takes the options ``pad_seq_to_mult`` and
 ``pad_cu_seqlens``. Neither pads anything as it reads. Sequences have to be stored padded with the tokenizer's
 end-of-sequence id (``Padding``), and a summary has to say the longest sequence and the most sequences of a pack
-(``measure_padded``). Both count positions of Bridge's batches, which cut the last token off every sequence: a sequence
+(``PackMeasure``). Both count positions of Bridge's batches, which cut the last token off every sequence: a sequence
 of n tokens takes n - 1 positions.
 
-Only ``convert`` pads, and only where it writes Parquet.
+Only ``convert`` pads, and only where it writes Parquet. Each ``.npy`` gets a summary: Bridge's builder opens none
+without one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Padding:
 
 
 class _Summary(NamedTuple):
-    """What Bridge reads beside a Parquet file, under its names of the values, in positions of its batches."""
+    """What Bridge reads next to a packed file, under its names of the values, in positions of its batches."""
 
     dataset_max_seqlen: int
     max_samples_per_bin: int
@@ -86,7 +87,64 @@ class _Summary(NamedTuple):
         return orjson.dumps([self._asdict()]) + b"\n"
 
 
-def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: PackedSpec) -> tuple[PackedSpec, bytes]:
+class PackMeasure:
+    """Measures packs, run by run, in positions of Bridge's batches.
+
+    Args:
+        path: of what the packs come from, for errors.
+        padding: how the packs will be padded; they are measured before that.
+        capacity: most positions of a pack; None takes those of the longest one.
+
+    Attributes:
+        num_positions: of all packs so far, padding included.
+        longest_pack: tokens of the longest pack so far, padding included.
+    """
+
+    def __init__(self, path: str, padding: Padding, capacity: int | None) -> None:
+        self._path, self._padding, self._capacity = path, padding, capacity
+        self._num_packs = self._num_sequences = self._longest_sequence = self._most_sequences = 0
+        self._most_positions, self._fewest_positions = 0, np.iinfo(np.int64).max
+        self.num_positions = self.longest_pack = 0
+
+    def add(self, run: PackRun) -> None:
+        """Measure the next packs. SequenceError where one does not fit the capacity once its sequences are padded."""
+        positions = self._padding.positions(run.sequence_lengths())
+        of_packs = run.sums_by_pack(positions)
+        if self._capacity is not None and (pack := first_true(of_packs > self._capacity)) is not None:
+            multiple = self._padding.multiple
+            raise SequenceError(
+                self._path,
+                self._num_packs + pack,
+                f"{of_packs[pack]} positions with sequences padded to multiples of {multiple}, the capacity is"
+                f" {self._capacity}; pack again with --sequence-multiple {multiple}",
+            )
+        self._longest_sequence = max(self._longest_sequence, int(positions.max(initial=0)))
+        self._most_sequences = max(self._most_sequences, int(run.pack_sequences.max(initial=0)))
+        self._most_positions = max(self._most_positions, int(of_packs.max(initial=0)))
+        self._fewest_positions = int(of_packs.min(initial=self._fewest_positions))
+        self.longest_pack = max(self.longest_pack, int((of_packs + run.pack_sequences).max(initial=0)))
+        self.num_positions += int(positions.sum())
+        self._num_packs += len(run)
+        self._num_sequences += len(positions)
+
+    def summary(self) -> bytes | None:
+        """What Bridge reads next to the file; None where there are no packs, of which it reads no file."""
+        if not self._num_packs:
+            return None
+        size = self._capacity or self._most_positions
+        return _Summary(
+            dataset_max_seqlen=self._longest_sequence,
+            max_samples_per_bin=self._most_sequences,
+            packing_factor=round(self._num_sequences / self._num_packs, 2),
+            packing_efficiency=round(self.num_positions / self._num_packs / max(size, 1) * 100, 2),
+            pack_size=size,
+            min_packed_seqlen=self._fewest_positions,
+        ).encode()
+
+
+def measure_padded(
+    path: str, runs: Iterable[PackRun], padding: Padding, spec: PackedSpec
+) -> tuple[PackedSpec, bytes | None]:
     """Measure packs as they will be stored with padding: their spec, and the bytes of the summary that Bridge reads.
 
     Stored packs may be longer than the capacity of a batch. With multiple 1 the spec is the one that was given.
@@ -109,42 +167,19 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
             f"{path}: padding needs the tokenizer's end-of-sequence id, found {eod_id}, expected one that"
             f" {spec.token_dtype} holds; pass --eod-id"
         )
-    num_packs = num_positions = longest = longest_pack = max_sequences = 0
-    shortest_pack = spec.capacity
+    measure = PackMeasure(path, padding, spec.capacity)
     for run in runs:
-        positions = padding.positions(run.sequence_lengths())
-        pack_positions = run.sums_by_pack(positions)
-        if (pack := first_true(pack_positions > spec.capacity)) is not None:
-            raise SequenceError(
-                path,
-                num_packs + pack,
-                f"{pack_positions[pack]} positions with sequences padded to multiples of {multiple}, the capacity is"
-                f" {spec.capacity}; pack again with --sequence-multiple {multiple}",
-            )
-        longest = max(longest, int(positions.max(initial=0)))
-        max_sequences = max(max_sequences, int(run.pack_sequences.max(initial=0)))
-        shortest_pack = min(shortest_pack, int(pack_positions.min(initial=spec.capacity)))
-        longest_pack = max(longest_pack, int((pack_positions + run.pack_sequences).max(initial=0)))
-        num_positions += int(positions.sum())
-        num_packs += len(run)
-    summary = _Summary(
-        dataset_max_seqlen=longest,
-        max_samples_per_bin=max_sequences,
-        packing_factor=round(spec.num_sequences / spec.num_packs, 2),
-        packing_efficiency=round(num_positions / spec.num_packs / spec.capacity * 100, 2),
-        pack_size=spec.capacity,
-        min_packed_seqlen=shortest_pack,
-    )
+        measure.add(run)
     if multiple > 1:
         spec = dataclasses.replace(
             spec,
-            num_tokens=num_positions + spec.num_sequences,
-            longest_pack=longest_pack,
-            capacity=max(spec.capacity, longest_pack),
+            num_tokens=measure.num_positions + spec.num_sequences,
+            longest_pack=measure.longest_pack,
+            capacity=max(spec.capacity, measure.longest_pack),
             sequence_multiple=1,
             metadata={**spec.metadata, BRIDGE_PADDING_KEY: dataclasses.asdict(padding)},
         )
-    return spec, summary.encode()
+    return spec, measure.summary()
 
 
 # ---- the summary as a file ----
@@ -154,7 +189,7 @@ SUMMARY_SUFFIX = ".json"
 
 
 def summary_path(destination: str) -> str:
-    """Where the summary of a Parquet file goes; Bridge takes this path as its option ``packed_metadata_path``."""
+    """Where the summary of a file goes; Bridge takes this path as its option ``packed_metadata_path``."""
     return destination + SUMMARY_SUFFIX
 
 
@@ -173,11 +208,11 @@ def _is_summary(path: str) -> bool:
 SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
 
 
-def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> None:
-    """FormatError where the summary of a Parquet file may not be written, or an older one not be removed.
+def check_summary_place(destination: str, *, overwrite: bool, written: bool) -> None:
+    """FormatError where the summary of a file may not be written, or an older one not be removed.
 
-    For a Parquet file without padding, a file at that path that is no such summary is ignored.
+    For a file that gets no summary, a file at that path that is no such summary is ignored.
     """
     path = summary_path(destination)
-    if padded or _is_summary(path):
+    if written or _is_summary(path):
         check_place(resolve(path), SUMMARY_KIND, overwrite=may_replace(resolve(destination), overwrite=overwrite))

@@ -216,18 +216,19 @@ def convert(
 def _check_places(name: str, paths: list[str], destination: str, to: str, options: ConvertOptions) -> None:
     """FormatError where the destination is taken, or is one of the sources; nothing is written yet."""
     padded = options.padding is not None
+    summarised = padded or to == "npy"
     read = [place for path in paths for place in places(path, name, "the source")]
     if (mask_path := options.reader.get("mask_path")) is not None:
         read += places(os.fspath(mask_path), "megatron", "--mask-path")
     written = places(destination, to, "the destination", written=True)
-    if padded:
-        if to != "parquet":
-            raise FormatError(f"{destination}: padding is stored in parquet alone, for Megatron-Bridge; leave it out")
+    if padded and to != "parquet":
+        raise FormatError(f"{destination}: padding is stored in parquet alone, for Megatron-Bridge; leave it out")
+    if summarised:
         written.append(Place(summary_path(destination), "the summary of packs"))
     require_apart(written, read)
     check_destination(destination, to, overwrite=options.overwrite)
-    if to == "parquet":
-        check_summary_place(destination, overwrite=options.overwrite, padded=padded)
+    if to in ("parquet", "npy"):
+        check_summary_place(destination, overwrite=options.overwrite, written=summarised)
 
 
 def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Packs as a pickled ``.npy``: what NeMo and Megatron-Bridge wrote before Parquet.
+"""Packs as a pickled ``.npy``: what NeMo and Megatron-Bridge wrote before Parquet, and Bridge still reads.
 
 The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
 (where the sequences start; 0 comes first), as lists or arrays. A pickle can only be read as a whole, so reading takes
-the whole file into memory. Writing does not: the pickle is made pack by pack.
+the whole file into memory. Writing does not: the pickle is made pack by pack. Next to the file goes the summary of its
+packs without which Bridge's builder does not open it (``bridge.summary_path``); readers here do not need it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_sft_idx.formats.base import (
     recogniser,
     unplaced_note,
 )
+from megatron_sft_idx.formats.bridge import SUMMARY_KIND, SUMMARY_SUFFIX, PackMeasure, Padding, check_summary_place
 from megatron_sft_idx.formats.memmap import npy_header, npy_header_bytes
 from megatron_sft_idx.formats.pickles import PickledArray, pickle_opcodes, unpickle_list
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, first_true
@@ -212,7 +214,7 @@ class Reader(PackedReader):
 
 
 class LegacyPickleWriter(PackedWriter):
-    """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory.
+    """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory, and their summary for Bridge.
 
     The format does not state capacity, dtypes and metadata. It holds everything else but columns.
     """
@@ -233,6 +235,8 @@ class LegacyPickleWriter(PackedWriter):
         super().__init__(path, spec, overwrite=overwrite, lossy=lossy)
 
     def _begin(self, spec: PackedSpec | None) -> None:
+        check_summary_place(self._path, overwrite=self._overwrite, written=True)
+        self._measure = PackMeasure(self._path, Padding(1), spec.capacity if spec else None)
         # At least an opcode and a byte for each id and each mask value.
         self._file = self._make_output(4 * spec.num_tokens if spec else 0).open()
         self._file.write(_beginning(0))
@@ -256,6 +260,7 @@ class LegacyPickleWriter(PackedWriter):
         self.write(checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id))
 
     def _append(self, run: PackRun) -> None:
+        self._measure.add(run)
         for i in range(len(run)):
             pack = run.subrun(i, i + 1)
             values = (pack.tokens.tolist(), pack.loss_mask.tolist(), pack.seq_starts.tolist())
@@ -265,6 +270,7 @@ class LegacyPickleWriter(PackedWriter):
         self._file.write(_END)
         self._file.write_at(_beginning(self._counts.num_packs), 0)
         self._file.close()
+        self._output.write_beside(SUMMARY_SUFFIX, self._measure.summary(), SUMMARY_KIND)
 
     def finalize(self) -> dict[str, Any]:
         """Put the file at its path, and return ``{"format": "legacy_pickle", "num_bins": packs}``."""

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import os
 import sys
 import uuid
@@ -136,7 +137,7 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
         num_dataset_builder_threads=getattr(args, "num_dataset_builder_threads", 1),
         path_to_cache=args.data_cache_path,
         object_storage_cache_path=getattr(args, "object_storage_cache_path", None),
-        context_parallel_size=getattr(args, "context_parallel_size", 1),
+        context_parallel_size=_sharing_ranks(args),
         sequence_parallel_size=tensor_parallel * bool(getattr(args, "sequence_parallel", False)),
         global_batch_size=getattr(args, "global_batch_size", None),
         mmap_bin_files=getattr(args, "mmap_bin_files", True),
@@ -260,17 +261,32 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
             "--hybrid-context-parallel cuts rows apart by boundaries without padding, and loses sequences; leave it"
             " out, and give --context-parallel-size"
         )
-    scheduler = getattr(args, "sequence_packing_scheduler", None)
-    if scheduled and scheduler != "dp_balanced":
+    scheduler, dynamic = getattr(args, "sequence_packing_scheduler", None), of("dynamic_context_parallel", False)
+    if (scheduled or dynamic) and scheduler != (wanted := "default_dynamic_cp" if dynamic else "dp_balanced"):
         yield (
-            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced alone;"
-            " give --sequence-packing-scheduler dp_balanced, or leave it and --use-varlen-dataset out"
+            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced, or with"
+            f" --dynamic-context-parallel for default_dynamic_cp; give --sequence-packing-scheduler {wanted}, or leave"
+            " it and --use-varlen-dataset out"
         )
-    if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * context) < args.seq_length:
+    ranks = _sharing_ranks(args)
+    if dynamic and ranks & (ranks - 1):
         yield (
-            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on all context-parallel ranks, sequences have"
-            f" up to --seq-length {args.seq_length}; raise the one or lower the other"
+            f"--dynamic-context-parallel: data-parallel x context-parallel size is {ranks}; Megatron divides sequences"
+            " among 2, 4, 8 ... of these ranks, so take a number of ranks that makes it a power of two"
         )
+    if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * ranks) < args.seq_length:
+        yield (
+            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on the {ranks} ranks that share a sequence,"
+            f" sequences have up to --seq-length {args.seq_length}; raise the one or lower the other"
+        )
+
+
+def _sharing_ranks(args: Namespace) -> int:
+    """Among how many ranks a sequence may be divided."""
+    names = ["context_parallel_size"]
+    if getattr(args, "dynamic_context_parallel", False):
+        names.append("data_parallel_size")
+    return math.prod(getattr(args, name, None) or 1 for name in names)
 
 
 def _makes_room() -> bool:

@@ -1,4 +1,4 @@
-"""The class of docs/bridge.md on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
+"""``PackedShard`` on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-from doc_blocks import blocks_of
 from packs import demo_samples, write_samples
 from test_bridge_collate import expected, trained
 
@@ -50,18 +48,16 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     importlib.import_module("megatron.bridge.data.datasets.sft")
     yield
     for name in set(sys.modules) - before:
-        if name.startswith("megatron.bridge"):
+        if name.startswith(("megatron.bridge", "megatron_sft_idx.training.packed_shard")):
             del sys.modules[name]
 
 
 @pytest.mark.usefixtures("bridge")
-def test_the_class_of_the_docs_feeds_their_collate(tmp_path: Path) -> None:
+def test_shards_feed_their_collate(tmp_path: Path) -> None:
     packs = demo_samples()
-    write_samples(tmp_path / "x", packs)
-    (block,) = (block for block in blocks_of("docs/bridge.md") if block.kind == "python bridge")
-    names: dict[str, Any] = {}
-    exec(block.text, names)
-    make = partial(names["PackedShard"], str(tmp_path / "x"), SimpleNamespace(eos_id=60_000), **THEIR_OPTIONS)
+    write_samples(tmp_path / "x", packs, capacity=64)
+    packed_shard = importlib.import_module("megatron_sft_idx.training.packed_shard").PackedShard
+    make = partial(packed_shard, str(tmp_path / "x"), SimpleNamespace(eos_id=60_000), **THEIR_OPTIONS)
     dataset = make()
     assert len(dataset.indexed_dataset) == len(packs)
     batch = dataset.collate_fn([dataset[i] for i in range(len(packs))])

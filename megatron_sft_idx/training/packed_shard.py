@@ -1,0 +1,62 @@
+"""``PackedShard``: shards as the packed data set of Megatron-Bridge, mapped from disk instead of unpickled or decoded.
+
+Needs Megatron-Bridge, from 0.3 on. ``bridge_config.BridgePackedConfig`` brings it into a training of 0.6 or later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.sources import StoredPacks, require_shard_judged
+
+try:
+    from megatron.bridge.data.packing.gpt_sft import GPTSFTPackedDataset
+except ImportError:  # before 0.6
+    from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset
+
+_REMEDY = "Bridge would train on rejected answers too; use dpo_loss in a loop of your own (docs/preferences.md)"
+
+
+class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
+    """Packs of shards in Bridge's packed data set; batches are made by its own ``collate_fn``.
+
+    ``file_path`` is a prefix, folder or glob of shards. All other arguments are those of ``GPTSFTPackedDataset``.
+
+    Raises:
+        ShardNotFoundError: there is no such shard.
+        FormatError: packs may be longer than ``max_seq_length``; they hold preference pairs, KTO labels, images or
+            audio; or come from different tokenizers.
+    """
+
+    def _load_dataset(self) -> None:
+        shards = ShardSet.open(self.file_path)
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            require_shard_judged(prefix, header, (), _REMEDY)
+        stored = StoredPacks(shards)  # refuses images and audio
+        if stored.capacity > self.max_seq_length:
+            raise FormatError(
+                f"{shards.prefixes[0]}: packs of up to {stored.capacity} tokens, the sequence length of the run is"
+                f" {self.max_seq_length}; raise it, or pack again with --seq-length {self.max_seq_length}"
+            )
+        self.indexed_dataset = shards
+
+    def __getitem__(self, idx: int) -> Pack:
+        """One pack; one of a negative index, by which Bridge fills up its last batch, has no trained token.
+
+        SequenceError: its mask has weights other than 0 and 1, which Bridge's collate would make whole numbers.
+        """
+        number = int(idx if self.samples_mapping is None else self.samples_mapping[idx])
+        pack = self.indexed_dataset[number]
+        mask: Any = pack["loss_mask"]
+        if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+            raise SequenceError(
+                self.indexed_dataset.prefixes[0],
+                number,
+                "its loss mask has weights other than 0 and 1, for which Megatron-Bridge has no place",
+            )
+        return pack if idx >= 0 else {**pack, "loss_mask": np.zeros_like(mask)}

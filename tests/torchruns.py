@@ -1,0 +1,61 @@
+"""Commands under ``torchrun`` of which no process is left once the one that started them is gone, even by SIGKILL.
+
+As a program, ``torchruns.py PARENT WORD...`` becomes the command of these words, and ends with the process PARENT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+# Stands in a command for the number of the process that runs it.
+_ITSELF = "PID"
+
+
+def torchrun(ranks: int, *program: object) -> list[str]:
+    """A command that runs a Python program on some ranks of this machine. Start it from the main thread.
+
+    The kernel ends ``torchrun`` with the process that calls this, and each rank with ``torchrun``. What a rank has
+    started, such as processes that write checkpoints, ends within two seconds after it.
+    """
+    ends_with = [sys.executable, "-S", __file__]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    rank = [*ends_with, _ITSELF, sys.executable, *map(str, program)]
+    return [*ends_with, str(os.getpid()), *launcher, "--no-python", *rank]
+
+
+def _signal_at_end_of_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal as the thread ends that started it."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _guard_group() -> None:
+    """Start a process that ends all others of this process's group after this process."""
+    leader = os.getpid()
+    if os.fork():
+        return
+    # torchrun sends the whole group SIGTERM and gives it time to end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _signal_at_end_of_parent(signal.SIGUSR1)
+    if os.getppid() == leader:
+        signal.sigwait([signal.SIGUSR1])
+    time.sleep(1)  # for what ends without help, and tidies up
+    os.killpg(leader, signal.SIGKILL)
+
+
+def main(parent: str, *command: str) -> None:
+    if os.getpgrp() == os.getpid():  # torchrun gives each rank a group, and itself none
+        _guard_group()
+    _signal_at_end_of_parent(signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(f"process {parent} is gone, so {command[0]} is not started")
+    os.execv(command[0], [str(os.getpid()) if word == _ITSELF else word for word in command])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
