@@ -1,7 +1,7 @@
 """Set-ups in which Megatron-LM's own ``pretrain()`` trains on our provider, and how far their losses lie apart.
 
 ``python tests/megatron_setups.py`` prints the table, for the Megatron that is installed or, where MEGATRON_LM names a
-checkout, for that one and its ``pretrain_gpt.py``; names of set-ups after it run no others.
+checkout, for that one with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``; names of set-ups after it run no others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,9 @@ LENGTH, STEPS, SAVED, KILLED, VOCABULARY = 544, 20, 10, 13, 2048
 # Compiling what Megatron fuses takes longer than the runs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
 
-# A model of two layers, made and trained on the CPU; what follows are the arguments of a real run.
+# A model made and trained on the CPU; what follows are the arguments of a real run.
 TINY = f"""
---num-layers 2 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --max-position-embeddings {LENGTH}
+--hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --max-position-embeddings {LENGTH}
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --use-cpu-initialization
 --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion
 --no-persist-layer-norm --transformer-impl local --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo
@@ -36,6 +38,11 @@ TINY = f"""
 --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 1
 --eval-iters 0 --eval-interval 1000 --split 1,0,0
 """.split()
+# What makes it a GPTModel of two blocks, or a HybridModel of two: an attention and an MLP layer are one.
+MODELS = {
+    "GPT": ("--num-layers", "2"),
+    "Hybrid": ("--hybrid-layer-pattern", "*-*-", "--spec", "megatron_attention", "HYBRID"),
+}
 FLAGS = ("--sft", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss")
 CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
@@ -49,8 +56,10 @@ class Setup:
     """A run of Megatron and the one whose losses it should have.
 
     Attributes:
-        options: beyond ``TINY`` and ``FLAGS``; the folder with the shards takes the place of ``{}``.
+        options: beyond ``TINY`` and ``FLAGS``; the folder with the shards takes the place of ``{}``, and the model
+            that of ``{model}``.
         like: name of the set-up to compare with; None where that is ``tools/pretrain_sft.py``, on the same data.
+        model: of ``MODELS``.
         ranks: processes.
         flags: those of ``FLAGS`` that are given.
         more: fields of ``Job``.
@@ -59,35 +68,41 @@ class Setup:
 
     options: tuple[str, ...] = CHATS
     like: str | None = "one process"
+    model: str = "GPT"
     ranks: int = 1
     flags: tuple[str, ...] = FLAGS
     more: dict[str, Any] = field(default_factory=dict)
     round: int = 0
 
 
-SETUPS = {
+GPT = {
     "one process": Setup(like=None, more={"alone": "{}/chats"}),
     "micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), more={"alone": "{}/chats"}),
     "DP 2": Setup(ranks=2),
     "DP 2, micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), ranks=2),
     "TP 2": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2),
     "padded to 4": Setup(PADDED, like=None),
-    "CP 2": Setup((*PADDED, "--context-parallel-size", "2"), "padded to 4", 2),
+    "CP 2": Setup((*PADDED, "--context-parallel-size", "2"), "padded to 4", ranks=2),
     "CP 2, micro-batch 2": Setup(
-        (*PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "padded to 4", 2
+        (*PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "padded to 4", ranks=2
     ),
     "weights": Setup(WEIGHED, like=None),
-    "weights, DP 2": Setup(WEIGHED, "weights", 2),
+    "weights, DP 2": Setup(WEIGHED, "weights", ranks=2),
     "blend, split, evaluation": Setup(BLEND, like=None),
-    "blend, DP 2": Setup(BLEND, "blend, split, evaluation", 2),
+    "blend, DP 2": Setup(BLEND, "blend, split, evaluation", ranks=2),
     "blend, killed": Setup(
-        (*BLEND, "--save", "{}/killed", "--save-interval", str(SAVED)), more={"kill_after": KILLED}, round=1
+        (*BLEND, "--save", "{}/killed {model}", "--save-interval", str(SAVED)), more={"kill_after": KILLED}, round=1
     ),
-    "blend, resumed": Setup((*BLEND, "--load", "{}/killed"), "blend, split, evaluation", round=2),
-    "blend, resumed by DP 2": Setup((*BLEND, "--load", "{}/killed"), "blend, split, evaluation", 2, round=2),
+    "blend, resumed": Setup((*BLEND, "--load", "{}/killed {model}"), "blend, split, evaluation", round=2),
+    "blend, resumed by DP 2": Setup(
+        (*BLEND, "--load", "{}/killed {model}"), "blend, split, evaluation", ranks=2, round=2
+    ),
     # From a checkpoint, since Megatron draws the weights of each stage with another seed.
     "blend, resumed by PP 2": Setup(
-        (*BLEND, "--load", "{}/killed", "--pipeline-model-parallel-size", "2"), "blend, split, evaluation", 2, round=2
+        (*BLEND, "--load", "{}/killed {model}", "--pipeline-model-parallel-size", "2"),
+        "blend, split, evaluation",
+        ranks=2,
+        round=2,
     ),
     "boundaries ignored": Setup(more={"wrong": "one segment"}),
     "mask one late": Setup(more={"wrong": "mask late"}),
@@ -99,6 +114,36 @@ SETUPS = {
 }
 WRONG = ("boundaries ignored", "mask one late")
 REFUSED = {"TP 2, a mask wanted": FLAGS[1], "TP 2, no --sft": FLAGS[0]}
+
+
+def of_hybrid(name: str) -> str:
+    """The name of a set-up of GPTModel where HybridModel trains in it."""
+    return f"Hybrid, {name}"
+
+
+def has_hybrid() -> bool:
+    """Whether the Megatron that is run has HybridModel, and the checkout its script."""
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout:
+        return Path(checkout, "pretrain_hybrid.py").exists()
+    return find_spec("megatron.core.models.hybrid") is not None
+
+
+def hybrid_setups() -> dict[str, Setup]:
+    """Every set-up of GPTModel with HybridModel, by its name there, and one from a checkpoint of GPTModel."""
+    made = {
+        of_hybrid(name): replace(setup, model="Hybrid", like=setup.like and of_hybrid(setup.like))
+        for name, setup in GPT.items()
+    }
+    stages = of_hybrid("blend, resumed by PP 2")
+    split = ("--hybrid-layer-pattern", "*-|*-")
+    made[stages] = replace(made[stages], options=(*made[stages].options, *split))
+    from_gpt = (*BLEND, "--load", "{}/killed GPT")
+    made["Hybrid, from a checkpoint of GPT"] = Setup(from_gpt, "blend, split, evaluation", "Hybrid", round=2)
+    return made
+
+
+SETUPS = {**GPT, **hybrid_setups()} if has_hybrid() else GPT
 
 
 def prepare(folder: Path) -> None:
@@ -129,18 +174,19 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
 
 
 def script_losses(folder: Path) -> dict[str, list[float]]:
-    """The losses of ``tools/pretrain_sft.py`` for each set-up that is like it."""
+    """The losses of ``tools/pretrain_sft.py`` for each set-up that is like it, whichever model."""
     same = ("--hidden-size", "--seq-length", "--train-iters", "--weight-decay")
     size = [*(option for name in same for option in TINY[TINY.index(name) :][:2]), "--vocab-size", str(VOCABULARY)]
     jobs = {
         f"script, {name}": {"options": [*size, *(option for option in setup.options if option not in EVALUATED[2:])]}
-        for name, setup in SETUPS.items()
+        for name, setup in GPT.items()
         if setup.like is None
     }
     said = launch(folder, "pretrain_runs.py", jobs, 1)
     left = {name: folder / f"{name}.0.json" for name in jobs}
     assert all(path.exists() for path in left.values()), said[-4000:]
-    return {name.removeprefix("script, "): json.loads(path.read_text()) for name, path in left.items()}
+    losses = {name.removeprefix("script, "): json.loads(path.read_text()) for name, path in left.items()}
+    return {**losses, **{of_hybrid(name): each for name, each in losses.items()}}
 
 
 def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
@@ -151,6 +197,13 @@ def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     return dict(knowing[0])
 
 
+def job_of(setup: Setup) -> dict[str, Any]:
+    """The fields of the ``Job`` that a set-up is."""
+    options = [option.replace("{model}", setup.model) for option in setup.options]
+    argv = [*TINY, *MODELS[setup.model], *setup.flags, *options]
+    return {"argv": argv, "hybrid": setup.model == "Hybrid", **setup.more}
+
+
 def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """What every set-up left, by name.
 
@@ -158,21 +211,19 @@ def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         AssertionError: one left nothing; the message is what its processes said.
     """
     found = {}
-    for turn in range(3):
-        for ranks in (1, 2):
-            setups = {name: SETUPS[name] for name in names if (SETUPS[name].round, SETUPS[name].ranks) == (turn, ranks)}
-            if not setups:
+    for turn, ranks, model in product(range(3), (1, 2), MODELS):
+        together = (turn, ranks, model)
+        setups = {name: setup for name, setup in SETUPS.items() if (setup.round, setup.ranks, setup.model) == together}
+        jobs = {name: job_of(setup) for name, setup in setups.items() if name in names}
+        if not jobs:
+            continue
+        said = launch(folder, "megatron_pretrain.py", jobs, ranks)
+        for name in jobs:
+            if "kill_after" in setups[name].more:
+                assert "SIGKILL" in said, said[-4000:]
                 continue
-            jobs = {
-                name: {"argv": [*TINY, *setup.flags, *setup.options], **setup.more} for name, setup in setups.items()
-            }
-            said = launch(folder, "megatron_pretrain.py", jobs, ranks)
-            for name, setup in setups.items():
-                if "kill_after" in setup.more:
-                    assert "SIGKILL" in said, said[-4000:]
-                    continue
-                assert (folder / f"{name}.0.json").exists(), said[-4000:]
-                found[name] = found_by(folder, name, ranks)
+            assert (folder / f"{name}.0.json").exists(), said[-4000:]
+            found[name] = found_by(folder, name, ranks)
     return found
 
 
@@ -189,21 +240,28 @@ def difference(found: list[float], expected: list[float]) -> float:
 
 
 def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> list[str]:
-    """A line a set-up: steps, the largest relative differences, and how segments alone differ; or the error."""
-    lines = [f"{'set-up':26}{'like':26}{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}"]
+    """A line a set-up: steps, the largest relative differences, and how segments alone differ; or the error.
+
+    For HybridModel, the last number is how far its losses are from those of GPTModel in the same set-up.
+    """
+    lines = [
+        f"{'set-up':34}{'like':34}{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
+    ]
     for name, left in found.items():
         if left["error"]:
-            lines.append(f"{name:26}{left['error']}")
+            lines.append(f"{name:34}{left['error']}")
             continue
         like = SETUPS[name].like or "pretrain_sft.py"
-        other = {"losses": script[name]} if like not in found else found[like]
+        other = {"losses": script.get(name)} if like not in found else found[like]
         shown = ""
         for what, width in (("losses", 9), ("norms", 9), ("validation", 11)):
             known = left[what] and other.get(what)
             shown += f"{difference(left[what], other[what]):{width}.0e}" if known else f"{'-':>{width}}"
         worst, segments = left["alone"]
         alone = f"{worst:.0e} of {segments}" if segments else "-"
-        lines.append(f"{name:26}{like:26}{len(left['losses']):6}{shown}{alone:>17}")
+        gpt = found.get(name.removeprefix(of_hybrid(""))) if SETUPS[name].model == "Hybrid" else None
+        to_gpt = f"{difference(left['losses'], gpt['losses']):.0e}" if gpt else "-"
+        lines.append(f"{name:34}{like:34}{len(left['losses']):6}{shown}{alone:>17}{to_gpt:>9}")
     return lines
 
 
