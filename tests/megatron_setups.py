@@ -244,9 +244,8 @@ def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> l
 
     For HybridModel, the last number is how far its losses are from those of GPTModel in the same set-up.
     """
-    lines = [
-        f"{'set-up':34}{'like':34}{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
-    ]
+    headings = f"{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
+    lines = [f"{'set-up':34}{'like':34}{headings}"]
     for name, left in found.items():
         if left["error"]:
             lines.append(f"{name:34}{left['error']}")
