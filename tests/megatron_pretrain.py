@@ -261,6 +261,32 @@ def spoil(fill: Callable[..., Tensors], wrong: str) -> Callable[..., Tensors]:
     return filled
 
 
+def is_scheduled(job: Job) -> bool:
+    """Whether Megatron packs as it trains."""
+    return not {"--sequence-packing-scheduler", "--use-varlen-dataset"}.isdisjoint(job.argv)
+
+
+def patched_scheduler(wrong: str | None) -> contextlib.ExitStack:
+    """Entered, Megatron's packing scheduler takes what is here for the Transformer Engine that it asks for.
+
+    It makes ``one segment`` of all sequences of a pack where that is ``wrong``.
+    """
+    from megatron.core.datasets import data_schedule
+    from megatron.core.transformer import transformer_config
+
+    def whole(**named: Any) -> PackedSeqParams:
+        ends = {name: bounds[[0, -1]] for name, bounds in named.items() if name.startswith("cu_seqlens")}
+        return PackedSeqParams(**{**named, **ends})
+
+    with contextlib.ExitStack() as entered:
+        tex = mock.Mock(thd_get_partitioned_indices=partitioned)
+        entered.enter_context(mock.patch.object(data_schedule, "tex", tex))
+        entered.enter_context(mock.patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True))
+        if wrong == "one segment":
+            entered.enter_context(mock.patch.object(data_schedule, "PackedSeqParams", whole))
+        return entered.pop_all()
+
+
 def model_of(job: Job) -> type:
     """The class that is trained. HybridModel is missing before megatron-core 0.18."""
     if not job.hybrid:
@@ -325,7 +351,9 @@ def run(job: Job) -> Found:
         # It warms up kernels with random numbers, as many as a micro-batch has: models would begin otherwise.
         patch(training, "set_jit_fusion_options", lambda **_: None)
         patch(sys, "argv", ["pretrain_gpt.py", *job.argv])
-        if job.wrong:
+        if is_scheduled(job):
+            entered.enter_context(patched_scheduler(job.wrong))
+        elif job.wrong:
             patch(BatchAssembler, "fill", spoil(BatchAssembler.fill, job.wrong))
         if job.alone:
             trained = model_of(job)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
 WEIGHED = ("--data-path", "{}/weighed")
 EVALUATED = ("--split", "90,10,0", "--eval-iters", "2", "--eval-interval", "10")
+SINGLES = ("--data-path", "{}/singles", "--global-batch-size", "16")
+ROOM = "--max-seqlen-per-dp-cp-rank"
+SCHEDULER = (*SINGLES, "--sequence-packing-scheduler", "dp_balanced", ROOM)
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
 
 
@@ -104,6 +107,7 @@ GPT = {
         ranks=2,
         round=2,
     ),
+    "one sequence a row": Setup(SINGLES, like=None),
     "boundaries ignored": Setup(more={"wrong": "one segment"}),
     "mask one late": Setup(more={"wrong": "mask late"}),
     # Refused before anything is built: on their own, ranks would wait for each other for ever.
@@ -112,7 +116,23 @@ GPT = {
     ),
     "TP 2, no --sft": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2, flags=FLAGS[1:]),
 }
-WRONG = ("boundaries ignored", "mask one late")
+# Megatron packs as it trains: into packs of one length or another, and on two processes.
+UNPACKED = "one sequence a row"
+SCHEDULED = {
+    "scheduler, packs of 544": Setup((*SCHEDULER, "544"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, packs of 1,088": Setup((*SCHEDULER, "1088"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, varlen data set": Setup((*SINGLES, "--use-varlen-dataset", ROOM, "1088"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, DP 2": Setup((*SCHEDULER, "1088"), UNPACKED, ranks=2, flags=FLAGS[1:]),
+    "scheduler, TP 2": Setup(
+        (*SCHEDULER, "1088", "--tensor-model-parallel-size", "2"), UNPACKED, ranks=2, flags=FLAGS[1:]
+    ),
+    "scheduler, CP 2": Setup((*SCHEDULER, "544", "--context-parallel-size", "2"), UNPACKED, ranks=2, flags=FLAGS[1:]),
+    "scheduler, boundaries ignored": Setup(
+        (*SCHEDULER, "1088"), UNPACKED, flags=FLAGS[1:], more={"wrong": "one segment"}
+    ),
+    "scheduler, no room given": Setup(SCHEDULER[:-1], UNPACKED, flags=FLAGS[1:]),
+}
+WRONG = ("boundaries ignored", "mask one late", "scheduler, boundaries ignored")
 REFUSED = {"TP 2, a mask wanted": FLAGS[1], "TP 2, no --sft": FLAGS[0]}
 
 
@@ -121,19 +141,11 @@ def of_hybrid(name: str) -> str:
     return f"Hybrid, {name}"
 
 
-def has_hybrid() -> bool:
-    """Whether the Megatron that is run has HybridModel, and the checkout its script."""
-    checkout = os.environ.get("MEGATRON_LM")
-    if checkout:
-        return Path(checkout, "pretrain_hybrid.py").exists()
-    return find_spec("megatron.core.models.hybrid") is not None
-
-
-def hybrid_setups() -> dict[str, Setup]:
+def hybrid_setups(setups: dict[str, Setup]) -> dict[str, Setup]:
     """Every set-up of GPTModel with HybridModel, by its name there, and one from a checkpoint of GPTModel."""
     made = {
         of_hybrid(name): replace(setup, model="Hybrid", like=setup.like and of_hybrid(setup.like))
-        for name, setup in GPT.items()
+        for name, setup in setups.items()
     }
     stages = of_hybrid("blend, resumed by PP 2")
     split = ("--hybrid-layer-pattern", "*-|*-")
@@ -143,11 +155,28 @@ def hybrid_setups() -> dict[str, Setup]:
     return made
 
 
-SETUPS = {**GPT, **hybrid_setups()} if has_hybrid() else GPT
+def all_setups() -> dict[str, Setup]:
+    """The set-ups that the Megatron that is run can have: a checkout, or what is installed."""
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout is None:
+        core = find_spec("megatron.core")
+        megatron = Path(core.origin or "").parents[1] if core else Path("missing")
+        hybrid = (megatron / "core/models/hybrid").exists()
+    else:
+        megatron = Path(checkout, "megatron")
+        hybrid = Path(checkout, "pretrain_hybrid.py").exists()
+    arguments = megatron / "training/arguments.py"
+    # The data set's flag came with the scheduler's loop.
+    scheduled = arguments.exists() and "use_varlen_dataset" in arguments.read_text(encoding="utf-8")
+    setups = {**GPT, **SCHEDULED} if scheduled else GPT
+    return {**setups, **hybrid_setups(setups)} if hybrid else setups
+
+
+SETUPS = all_setups()
 
 
 def prepare(folder: Path) -> None:
-    """The demo's chats as shards: packed, with weights, packed otherwise, and packed to be padded for CP 2."""
+    """The demo's chats as shards: packed, with weights, packed otherwise, padded for CP 2, and one sequence a pack."""
     for name, options in {"chats": (), "others": ("--seed", 7), "padded": ("--sequence-multiple", 4)}.items():
         outcome = preprocess(folder / name, *options, capacity=LENGTH)
         assert outcome.code == 0, outcome.err
@@ -155,6 +184,11 @@ def prepare(folder: Path) -> None:
         for pack in Shard(folder / "chats"):
             weights = pack["loss_mask"] * np.linspace(0.3, 1.9, len(pack["loss_mask"]), dtype=np.float32)
             writer.add_pack(pack["input_ids"], weights, pack["seq_boundaries"][:-1])
+        writer.finalize()
+    with ShardWriter(folder / "singles", capacity=LENGTH, durable=False) as writer:
+        for pack in Shard(folder / "chats"):
+            for start, stop in pairwise(pack["seq_boundaries"].tolist()):
+                writer.add_pack(pack["input_ids"][start:stop], pack["loss_mask"][start:stop], [0])
         writer.finalize()
 
 
