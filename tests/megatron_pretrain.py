@@ -281,7 +281,7 @@ def patched_scheduler(wrong: str | None) -> contextlib.ExitStack:
     with contextlib.ExitStack() as entered:
         tex = mock.Mock(thd_get_partitioned_indices=partitioned)
         entered.enter_context(mock.patch.object(data_schedule, "tex", tex))
-        entered.enter_context(mock.patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True))
+        entered.enter_context(mock.patch.object(transformer_config, "is_te_min_version", return_value=True))
         if wrong == "one segment":
             entered.enter_context(mock.patch.object(data_schedule, "PackedSeqParams", whole))
         return entered.pop_all()
