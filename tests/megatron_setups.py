@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import pairwise, product
@@ -207,14 +208,17 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
         return said.read()
 
 
-def script_losses(folder: Path) -> dict[str, list[float]]:
-    """The losses of ``tools/pretrain_sft.py`` for each set-up that is like it, whichever model."""
+def script_losses(folder: Path, names: Iterable[str]) -> dict[str, list[float]]:
+    """The losses of ``tools/pretrain_sft.py`` for each of these set-ups that is like it, whichever the model."""
+    alike = {name for name in names if SETUPS[name].like is None}
+    if not alike:
+        return {}
     same = ("--hidden-size", "--seq-length", "--train-iters", "--weight-decay")
     size = [*(option for name in same for option in TINY[TINY.index(name) :][:2]), "--vocab-size", str(VOCABULARY)]
     jobs = {
         f"script, {name}": {"options": [*size, *(option for option in setup.options if option not in EVALUATED[2:])]}
         for name, setup in GPT.items()
-        if setup.like is None
+        if not alike.isdisjoint({name, of_hybrid(name)})
     }
     said = launch(folder, "pretrain_runs.py", jobs, 1)
     left = {name: folder / f"{name}.0.json" for name in jobs}
@@ -301,7 +305,8 @@ def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> l
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
-        found, script = run_all(Path(folder), names or list(SETUPS)), script_losses(Path(folder))
+        found = run_all(Path(folder), names or list(SETUPS))
+        script = script_losses(Path(folder), found)
     print(*table(found, script), sep="\n")
 
 

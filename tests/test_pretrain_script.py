@@ -188,9 +188,7 @@ def test_a_checkpoint_of_hybrid_model_is_refused_where_there_is_none(
     script: ModuleType, data: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "HYBRID", False)
-    with pytest.raises(
-        FormatError, match=r"iter_0000005: holds a HybridModel, .* from 0.18 on; go on"
-    ):
+    with pytest.raises(FormatError, match=r"iter_0000005: holds a HybridModel, .* from 0.18 on; go on"):
         run(script, blend(data, "--load", checkpoints))
 
 

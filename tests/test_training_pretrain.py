@@ -88,7 +88,7 @@ def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def script(folder: Path, found: dict[str, Any]) -> dict[str, list[float]]:
-    losses: dict[str, list[float]] = script_losses(folder)
+    losses: dict[str, list[float]] = script_losses(folder, found)
     print(*table(found, losses), sep="\n")
     return losses
 
