@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,13 @@ CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
 WEIGHED = ("--data-path", "{}/weighed")
 EVALUATED = ("--split", "90,10,0", "--eval-iters", "2", "--eval-interval", "10")
-SINGLES = ("--data-path", "{}/singles", "--global-batch-size", "16")
+# A global batch is the whole shard, so every step has the same sequences, in whichever order they come.
+SEQUENCES = 32
+SINGLES = ("--data-path", "{}/singles", "--global-batch-size", str(SEQUENCES))
 ROOM = "--max-seqlen-per-dp-cp-rank"
-SCHEDULER = (*SINGLES, "--sequence-packing-scheduler", "dp_balanced", ROOM)
+# Megatron asks for it where there are no experts either.
+DISPATCHER = ("--moe-token-dispatcher-type", "alltoall")
+SCHEDULER = (*SINGLES, *DISPATCHER, "--sequence-packing-scheduler", "dp_balanced", ROOM)
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
 
 
@@ -122,7 +126,9 @@ UNPACKED = "one sequence a row"
 SCHEDULED = {
     "scheduler, packs of 544": Setup((*SCHEDULER, "544"), UNPACKED, flags=FLAGS[1:]),
     "scheduler, packs of 1,088": Setup((*SCHEDULER, "1088"), UNPACKED, flags=FLAGS[1:]),
-    "scheduler, varlen data set": Setup((*SINGLES, "--use-varlen-dataset", ROOM, "1088"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, varlen data set": Setup(
+        (*SINGLES, *DISPATCHER, "--use-varlen-dataset", ROOM, "1088"), UNPACKED, flags=FLAGS[1:]
+    ),
     "scheduler, DP 2": Setup((*SCHEDULER, "1088"), UNPACKED, ranks=2, flags=FLAGS[1:]),
     "scheduler, TP 2": Setup(
         (*SCHEDULER, "1088", "--tensor-model-parallel-size", "2"), UNPACKED, ranks=2, flags=FLAGS[1:]
@@ -186,10 +192,10 @@ def prepare(folder: Path) -> None:
             weights = pack["loss_mask"] * np.linspace(0.3, 1.9, len(pack["loss_mask"]), dtype=np.float32)
             writer.add_pack(pack["input_ids"], weights, pack["seq_boundaries"][:-1])
         writer.finalize()
+    segments = ((pack, *ends) for pack in Shard(folder / "chats") for ends in pairwise(pack["seq_boundaries"].tolist()))
     with ShardWriter(folder / "singles", capacity=LENGTH, durable=False) as writer:
-        for pack in Shard(folder / "chats"):
-            for start, stop in pairwise(pack["seq_boundaries"].tolist()):
-                writer.add_pack(pack["input_ids"][start:stop], pack["loss_mask"][start:stop], [0])
+        for pack, start, stop in islice(segments, SEQUENCES):
+            writer.add_pack(pack["input_ids"][start:stop], pack["loss_mask"][start:stop], [0])
         writer.finalize()
 
 
