@@ -3,8 +3,9 @@
 ``megatron_setups`` starts it: ``torchrun ... tests/megatron_pretrain.py JOBS FOLDER`` runs each job, named in JOBS and
 described by ``Job``, and leaves ``FOLDER/NAME.RANK.json``: what Megatron itself said of every step. What is
 done to Megatron for want of a GPU is in ``without_cuda``; its own loop, samplers, loaders, broadcasts, model, optimizer
-and checkpoints run as they are. Where MEGATRON_LM names a checkout, that one is run, its ``pretrain_gpt.py`` included;
-otherwise the installed wheel, which lacks that script, so that ``forward_step`` here stands in for the one there.
+and checkpoints run as they are. Where MEGATRON_LM names a checkout, that one is run, its ``pretrain_gpt.py`` and
+``pretrain_hybrid.py`` included; otherwise the installed wheel, which lacks these scripts, so that ``forward_step`` here
+stands in for those there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpt_model import SegmentAttention, megatron_device
+from gpt_model import megatron_device
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.datasets import utils as dataset_utils
@@ -32,9 +33,9 @@ from megatron.core.enums import ModelType
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_attention import Attention, partitioned
 from megatron_setups import difference
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
@@ -42,10 +43,8 @@ from megatron_sft_idx.training.provider import train_valid_test_datasets_provide
 
 # Of Megatron-LM, to be run in place of what is installed.
 CHECKOUT = os.environ.get("MEGATRON_LM")
-FORWARD = GPTModel.forward
 PROVIDER = "megatron_sft_idx.training.provider"
 POPPED = "    cu_seqlens_padded = batch.pop('cu_seqlens_padded', None)"
-gather: Callable[..., tuple[Tensor, ...]] = all_gather
 KEYS = (
     *("attention_mask", "cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "labels", "local_cp_size", "loss_mask"),
     *("max_seqlen", "position_ids", "tokens"),
@@ -58,12 +57,14 @@ class Job:
 
     Attributes:
         argv: arguments of Megatron-LM, those that make it a tiny model on the CPU included.
+        hybrid: the model is HybridModel, not GPTModel.
         kill_after: this step is the last; then the process kills itself. None runs to the end.
         alone: prefix of a shard: the loss of every trained segment in its packs, alone in the model, is compared.
         wrong: what is done wrong on purpose: ``one segment`` for the whole row, ``mask late`` by one position.
     """
 
     argv: list[str]
+    hybrid: bool = False
     kill_after: int | None = None
     alone: str | None = None
     wrong: str | None = None
@@ -90,35 +91,6 @@ class Found:
 
 
 # ---- Megatron without CUDA ----
-
-
-class Attention(SegmentAttention):
-    """In place of Transformer Engine: causal attention inside each segment, over all context-parallel ranks."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
-        group = mpu.get_context_parallel_group()
-        ranks = group.size()
-        if ranks == 1:
-            return super().forward(query, key, value, *args, **named)
-        params = named["packed_seq_params"]
-        each = [partitioned(params.cu_seqlens_q_padded, len(query) * ranks, ranks, rank) for rank in range(ranks)]
-        order = torch.cat(each).argsort()
-        whole = (torch.cat(gather(x.contiguous(), group=group))[order] for x in (query, key, value))
-        return super().forward(*whole, *args, **named)[each[group.rank()]]
-
-
-def partitioned(bounds: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """Transformer Engine's ``thd_get_partitioned_indices``: chunks ``rank`` and its mirror of 2 * ranks a segment."""
-    picked = []
-    for start, stop in pairwise(sorted(set(bounds.tolist()))):
-        if (stop - start) % (2 * ranks):
-            raise ValueError(f"a segment of {stop - start} positions does not divide among {ranks} ranks")
-        chunks = torch.arange(start, stop).chunk(2 * ranks)
-        picked += [chunks[rank], chunks[2 * ranks - 1 - rank]]
-    indices = torch.cat(picked)
-    if len(indices) * ranks != total:
-        raise ValueError(f"segments of {len(indices) * ranks} positions in all, the row has {total}")
-    return indices
 
 
 @contextlib.contextmanager
@@ -227,11 +199,13 @@ class Alone:
     What the segments are is asked of the shard, not of the batch.
 
     Args:
+        forward: of the model's class.
         prefix: of the shard.
         length: of a row.
     """
 
-    def __init__(self, prefix: str, length: int) -> None:
+    def __init__(self, forward: Callable[..., Tensor], prefix: str, length: int) -> None:
+        self._forward = forward
         packs = list(Shard(prefix))
         self._packs = {
             tuple(ids + [0] * (length - len(ids))): i for i, ids in enumerate(p["input_ids"].tolist() for p in packs)
@@ -246,7 +220,7 @@ class Alone:
 
     def forward(self, model: Any, tokens: Tensor, *args: Any, **named: Any) -> Tensor:
         """In place of the model's own, which it calls."""
-        losses: Tensor = FORWARD(model, tokens, *args, **named)
+        losses = self._forward(model, tokens, *args, **named)
         if not self._looking and model.training:
             self._looking = True
             with torch.no_grad():
@@ -266,7 +240,8 @@ class Alone:
                 qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=size, max_seqlen_kv=size
             )
             labels = torch.cat([ids[1:], ids[:1]])[None]
-            alone = FORWARD(model, ids[None], torch.arange(size)[None], None, labels=labels, packed_seq_params=params)
+            positions = torch.arange(size)[None]
+            alone = self._forward(model, ids[None], positions, None, labels=labels, packed_seq_params=params)
             self._found.append(float((found[start:stop] * mask).sum()))
             self._expected.append(float((alone.view(-1) * mask).sum()))
 
@@ -286,19 +261,54 @@ def spoil(fill: Callable[..., Tensors], wrong: str) -> Callable[..., Tensors]:
     return filled
 
 
-def pretrain() -> None:
-    """As ``pretrain_gpt.py`` does, but for the provider of the data sets."""
-    from megatron.training import arguments, training
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+def is_scheduled(job: Job) -> bool:
+    """Whether Megatron packs as it trains."""
+    return not {"--sequence-packing-scheduler", "--use-varlen-dataset"}.isdisjoint(job.argv)
+
+
+def patched_scheduler(wrong: str | None) -> contextlib.ExitStack:
+    """Entered, Megatron's packing scheduler takes what is here for the Transformer Engine that it asks for.
+
+    It makes ``one segment`` of all sequences of a pack where that is ``wrong``.
+    """
+    from megatron.core.datasets import data_schedule
+    from megatron.core.transformer import transformer_config
+
+    def whole(**named: Any) -> PackedSeqParams:
+        ends = {name: bounds[[0, -1]] for name, bounds in named.items() if name.startswith("cu_seqlens")}
+        return PackedSeqParams(**{**named, **ends})
+
+    with contextlib.ExitStack() as entered:
+        tex = mock.Mock(thd_get_partitioned_indices=partitioned)
+        entered.enter_context(mock.patch.object(data_schedule, "tex", tex))
+        entered.enter_context(mock.patch.object(transformer_config, "is_te_min_version", return_value=True))
+        if wrong == "one segment":
+            entered.enter_context(mock.patch.object(data_schedule, "PackedSeqParams", whole))
+        return entered.pop_all()
+
+
+def model_of(job: Job) -> type:
+    """The class that is trained. HybridModel is missing before megatron-core 0.18."""
+    if not job.hybrid:
+        return GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel
+
+
+def pretrain(job: Job) -> None:
+    """As ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, but for the provider of the data sets."""
+    from megatron.training import argument_utils, arguments, training
 
     args = arguments.parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    of_model = argument_utils.hybrid_config_from_args if job.hybrid else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, of_model(args))
     training.pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 
-def pretrain_gpt(checkout: str) -> None:
-    """The script of a checkout, with one import in place of its provider."""
-    path = Path(checkout, "pretrain_gpt.py")
+def run_script(job: Job, checkout: str) -> None:
+    """The script of a checkout for this model, with one import in place of its provider."""
+    path = Path(checkout, "pretrain_hybrid.py" if job.hybrid else "pretrain_gpt.py")
     source = path.read_text(encoding="utf-8")
     source = source.replace("def train_valid_test_datasets_provider", "def the_stock_one")
     source = source.replace(
@@ -341,20 +351,23 @@ def run(job: Job) -> Found:
         # It warms up kernels with random numbers, as many as a micro-batch has: models would begin otherwise.
         patch(training, "set_jit_fusion_options", lambda **_: None)
         patch(sys, "argv", ["pretrain_gpt.py", *job.argv])
-        if job.wrong:
+        if is_scheduled(job):
+            entered.enter_context(patched_scheduler(job.wrong))
+        elif job.wrong:
             patch(BatchAssembler, "fill", spoil(BatchAssembler.fill, job.wrong))
         if job.alone:
-            alone = Alone(job.alone, int(job.argv[job.argv.index("--seq-length") + 1]))
+            trained = model_of(job)
+            alone = Alone(trained.forward, job.alone, int(job.argv[job.argv.index("--seq-length") + 1]))
 
             def forward(model: Any, *args: Any, **named: Any) -> Tensor:
                 return alone.forward(model, *args, **named)
 
-            patch(GPTModel, "forward", forward)
+            patch(trained, "forward", forward)
         try:
             if CHECKOUT:
-                pretrain_gpt(CHECKOUT)
+                run_script(job, CHECKOUT)
             else:
-                pretrain()
+                pretrain(job)
         except Exception as error:
             found.error = str(error) or repr(error)
     if job.alone:

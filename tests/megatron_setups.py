@@ -1,7 +1,7 @@
 """Set-ups in which Megatron-LM's own ``pretrain()`` trains on our provider, and how far their losses lie apart.
 
 ``python tests/megatron_setups.py`` prints the table, for the Megatron that is installed or, where MEGATRON_LM names a
-checkout, for that one and its ``pretrain_gpt.py``; names of set-ups after it run no others.
+checkout, for that one with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``; names of set-ups after it run no others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,9 @@ LENGTH, STEPS, SAVED, KILLED, VOCABULARY = 544, 20, 10, 13, 2048
 # Compiling what Megatron fuses takes longer than the runs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
 
-# A model of two layers, made and trained on the CPU; what follows are the arguments of a real run.
+# A model made and trained on the CPU; what follows are the arguments of a real run.
 TINY = f"""
---num-layers 2 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --max-position-embeddings {LENGTH}
+--hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --max-position-embeddings {LENGTH}
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --use-cpu-initialization
 --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion
 --no-persist-layer-norm --transformer-impl local --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo
@@ -37,11 +40,23 @@ TINY = f"""
 --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 1
 --eval-iters 0 --eval-interval 1000 --split 1,0,0
 """.split()
+# What makes it a GPTModel of two blocks, or a HybridModel of two: an attention and an MLP layer are one.
+MODELS = {
+    "GPT": ("--num-layers", "2"),
+    "Hybrid": ("--hybrid-layer-pattern", "*-*-", "--spec", "megatron_attention", "HYBRID"),
+}
 FLAGS = ("--sft", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss")
 CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
 WEIGHED = ("--data-path", "{}/weighed")
 EVALUATED = ("--split", "90,10,0", "--eval-iters", "2", "--eval-interval", "10")
+# A global batch is the whole shard, so every step has the same sequences, in whichever order they come.
+SEQUENCES = 32
+SINGLES = ("--data-path", "{}/singles", "--global-batch-size", str(SEQUENCES))
+ROOM = "--max-seqlen-per-dp-cp-rank"
+# Megatron asks for it where there are no experts either.
+DISPATCHER = ("--moe-token-dispatcher-type", "alltoall")
+SCHEDULER = (*SINGLES, *DISPATCHER, "--sequence-packing-scheduler", "dp_balanced", ROOM)
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
 
 
@@ -50,8 +65,10 @@ class Setup:
     """A run of Megatron and the one whose losses it should have.
 
     Attributes:
-        options: beyond ``TINY`` and ``FLAGS``; the folder with the shards takes the place of ``{}``.
+        options: beyond ``TINY`` and ``FLAGS``; the folder with the shards takes the place of ``{}``, and the model
+            that of ``{model}``.
         like: name of the set-up to compare with; None where that is ``tools/pretrain_sft.py``, on the same data.
+        model: of ``MODELS``.
         ranks: processes.
         flags: those of ``FLAGS`` that are given.
         more: fields of ``Job``.
@@ -60,36 +77,43 @@ class Setup:
 
     options: tuple[str, ...] = CHATS
     like: str | None = "one process"
+    model: str = "GPT"
     ranks: int = 1
     flags: tuple[str, ...] = FLAGS
     more: dict[str, Any] = field(default_factory=dict)
     round: int = 0
 
 
-SETUPS = {
+GPT = {
     "one process": Setup(like=None, more={"alone": "{}/chats"}),
     "micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), more={"alone": "{}/chats"}),
     "DP 2": Setup(ranks=2),
     "DP 2, micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), ranks=2),
     "TP 2": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2),
     "padded to 4": Setup(PADDED, like=None),
-    "CP 2": Setup((*PADDED, "--context-parallel-size", "2"), "padded to 4", 2),
+    "CP 2": Setup((*PADDED, "--context-parallel-size", "2"), "padded to 4", ranks=2),
     "CP 2, micro-batch 2": Setup(
-        (*PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "padded to 4", 2
+        (*PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "padded to 4", ranks=2
     ),
     "weights": Setup(WEIGHED, like=None),
-    "weights, DP 2": Setup(WEIGHED, "weights", 2),
+    "weights, DP 2": Setup(WEIGHED, "weights", ranks=2),
     "blend, split, evaluation": Setup(BLEND, like=None),
-    "blend, DP 2": Setup(BLEND, "blend, split, evaluation", 2),
+    "blend, DP 2": Setup(BLEND, "blend, split, evaluation", ranks=2),
     "blend, killed": Setup(
-        (*BLEND, "--save", "{}/killed", "--save-interval", str(SAVED)), more={"kill_after": KILLED}, round=1
+        (*BLEND, "--save", "{}/killed {model}", "--save-interval", str(SAVED)), more={"kill_after": KILLED}, round=1
     ),
-    "blend, resumed": Setup((*BLEND, "--load", "{}/killed"), "blend, split, evaluation", round=2),
-    "blend, resumed by DP 2": Setup((*BLEND, "--load", "{}/killed"), "blend, split, evaluation", 2, round=2),
+    "blend, resumed": Setup((*BLEND, "--load", "{}/killed {model}"), "blend, split, evaluation", round=2),
+    "blend, resumed by DP 2": Setup(
+        (*BLEND, "--load", "{}/killed {model}"), "blend, split, evaluation", ranks=2, round=2
+    ),
     # From a checkpoint, since Megatron draws the weights of each stage with another seed.
     "blend, resumed by PP 2": Setup(
-        (*BLEND, "--load", "{}/killed", "--pipeline-model-parallel-size", "2"), "blend, split, evaluation", 2, round=2
+        (*BLEND, "--load", "{}/killed {model}", "--pipeline-model-parallel-size", "2"),
+        "blend, split, evaluation",
+        ranks=2,
+        round=2,
     ),
+    "one sequence a row": Setup(SINGLES, like=None),
     "boundaries ignored": Setup(more={"wrong": "one segment"}),
     "mask one late": Setup(more={"wrong": "mask late"}),
     # Refused before anything is built: on their own, ranks would wait for each other for ever.
@@ -98,12 +122,69 @@ SETUPS = {
     ),
     "TP 2, no --sft": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2, flags=FLAGS[1:]),
 }
-WRONG = ("boundaries ignored", "mask one late")
+# Megatron packs as it trains: into packs of one length or another, and on two processes.
+UNPACKED = "one sequence a row"
+SCHEDULED = {
+    "scheduler, packs of 544": Setup((*SCHEDULER, "544"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, packs of 1,088": Setup((*SCHEDULER, "1088"), UNPACKED, flags=FLAGS[1:]),
+    "scheduler, varlen data set": Setup(
+        (*SINGLES, *DISPATCHER, "--use-varlen-dataset", ROOM, "1088"), UNPACKED, flags=FLAGS[1:]
+    ),
+    "scheduler, DP 2": Setup((*SCHEDULER, "1088"), UNPACKED, ranks=2, flags=FLAGS[1:]),
+    "scheduler, TP 2": Setup(
+        (*SCHEDULER, "1088", "--tensor-model-parallel-size", "2"), UNPACKED, ranks=2, flags=FLAGS[1:]
+    ),
+    "scheduler, CP 2": Setup((*SCHEDULER, "544", "--context-parallel-size", "2"), UNPACKED, ranks=2, flags=FLAGS[1:]),
+    "scheduler, boundaries ignored": Setup(
+        (*SCHEDULER, "1088"), UNPACKED, flags=FLAGS[1:], more={"wrong": "one segment"}
+    ),
+    "scheduler, no room given": Setup(SCHEDULER[:-1], UNPACKED, flags=FLAGS[1:]),
+}
+WRONG = ("boundaries ignored", "mask one late", "scheduler, boundaries ignored")
 REFUSED = {"TP 2, a mask wanted": FLAGS[1], "TP 2, no --sft": FLAGS[0]}
 
 
+def of_hybrid(name: str) -> str:
+    """The name of a set-up of GPTModel where HybridModel trains in it."""
+    return f"Hybrid, {name}"
+
+
+def hybrid_setups(setups: dict[str, Setup]) -> dict[str, Setup]:
+    """Every set-up of GPTModel with HybridModel, by its name there, and one from a checkpoint of GPTModel."""
+    made = {
+        of_hybrid(name): replace(setup, model="Hybrid", like=setup.like and of_hybrid(setup.like))
+        for name, setup in setups.items()
+    }
+    stages = of_hybrid("blend, resumed by PP 2")
+    split = ("--hybrid-layer-pattern", "*-|*-")
+    made[stages] = replace(made[stages], options=(*made[stages].options, *split))
+    from_gpt = (*BLEND, "--load", "{}/killed GPT")
+    made["Hybrid, from a checkpoint of GPT"] = Setup(from_gpt, "blend, split, evaluation", "Hybrid", round=2)
+    return made
+
+
+def all_setups() -> dict[str, Setup]:
+    """The set-ups that the Megatron that is run can have: a checkout, or what is installed."""
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout is None:
+        core = find_spec("megatron.core")
+        megatron = Path(core.origin or "").parents[1] if core else Path("missing")
+        hybrid = (megatron / "core/models/hybrid").exists()
+    else:
+        megatron = Path(checkout, "megatron")
+        hybrid = Path(checkout, "pretrain_hybrid.py").exists()
+    arguments = megatron / "training/arguments.py"
+    # The data set's flag came with the scheduler's loop.
+    scheduled = arguments.exists() and "use_varlen_dataset" in arguments.read_text(encoding="utf-8")
+    setups = {**GPT, **SCHEDULED} if scheduled else GPT
+    return {**setups, **hybrid_setups(setups)} if hybrid else setups
+
+
+SETUPS = all_setups()
+
+
 def prepare(folder: Path) -> None:
-    """The demo's chats as shards: packed, with weights, packed otherwise, and packed to be padded for CP 2."""
+    """The demo's chats as shards: packed, with weights, packed otherwise, padded for CP 2, and one sequence a pack."""
     for name, options in {"chats": (), "others": ("--seed", 7), "padded": ("--sequence-multiple", 4)}.items():
         outcome = preprocess(folder / name, *options, capacity=LENGTH)
         assert outcome.code == 0, outcome.err
@@ -111,6 +192,11 @@ def prepare(folder: Path) -> None:
         for pack in Shard(folder / "chats"):
             weights = pack["loss_mask"] * np.linspace(0.3, 1.9, len(pack["loss_mask"]), dtype=np.float32)
             writer.add_pack(pack["input_ids"], weights, pack["seq_boundaries"][:-1])
+        writer.finalize()
+    segments = ((pack, *ends) for pack in Shard(folder / "chats") for ends in pairwise(pack["seq_boundaries"].tolist()))
+    with ShardWriter(folder / "singles", capacity=LENGTH, durable=False) as writer:
+        for pack, start, stop in islice(segments, SEQUENCES):
+            writer.add_pack(pack["input_ids"][start:stop], pack["loss_mask"][start:stop], [0])
         writer.finalize()
 
 
@@ -128,19 +214,23 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
         return said.read()
 
 
-def script_losses(folder: Path) -> dict[str, list[float]]:
-    """The losses of ``tools/pretrain_sft.py`` for each set-up that is like it."""
+def script_losses(folder: Path, names: Iterable[str]) -> dict[str, list[float]]:
+    """The losses of ``tools/pretrain_sft.py`` for each of these set-ups that is like it, whichever the model."""
+    alike = {name for name in names if SETUPS[name].like is None}
+    if not alike:
+        return {}
     same = ("--hidden-size", "--seq-length", "--train-iters", "--weight-decay")
     size = [*(option for name in same for option in TINY[TINY.index(name) :][:2]), "--vocab-size", str(VOCABULARY)]
     jobs = {
         f"script, {name}": {"options": [*size, *(option for option in setup.options if option not in EVALUATED[2:])]}
-        for name, setup in SETUPS.items()
-        if setup.like is None
+        for name, setup in GPT.items()
+        if not alike.isdisjoint({name, of_hybrid(name)})
     }
     said = launch(folder, "pretrain_runs.py", jobs, 1)
     left = {name: folder / f"{name}.0.json" for name in jobs}
     assert all(path.exists() for path in left.values()), said[-4000:]
-    return {name.removeprefix("script, "): json.loads(path.read_text()) for name, path in left.items()}
+    losses = {name.removeprefix("script, "): json.loads(path.read_text()) for name, path in left.items()}
+    return {**losses, **{of_hybrid(name): each for name, each in losses.items()}}
 
 
 def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
@@ -151,6 +241,13 @@ def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     return dict(knowing[0])
 
 
+def job_of(setup: Setup) -> dict[str, Any]:
+    """The fields of the ``Job`` that a set-up is."""
+    options = [option.replace("{model}", setup.model) for option in setup.options]
+    argv = [*TINY, *MODELS[setup.model], *setup.flags, *options]
+    return {"argv": argv, "hybrid": setup.model == "Hybrid", **setup.more}
+
+
 def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """What every set-up left, by name.
 
@@ -158,21 +255,19 @@ def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         AssertionError: one left nothing; the message is what its processes said.
     """
     found = {}
-    for turn in range(3):
-        for ranks in (1, 2):
-            setups = {name: SETUPS[name] for name in names if (SETUPS[name].round, SETUPS[name].ranks) == (turn, ranks)}
-            if not setups:
+    for turn, ranks, model in product(range(3), (1, 2), MODELS):
+        together = (turn, ranks, model)
+        setups = {name: setup for name, setup in SETUPS.items() if (setup.round, setup.ranks, setup.model) == together}
+        jobs = {name: job_of(setup) for name, setup in setups.items() if name in names}
+        if not jobs:
+            continue
+        said = launch(folder, "megatron_pretrain.py", jobs, ranks)
+        for name in jobs:
+            if "kill_after" in setups[name].more:
+                assert "SIGKILL" in said, said[-4000:]
                 continue
-            jobs = {
-                name: {"argv": [*TINY, *setup.flags, *setup.options], **setup.more} for name, setup in setups.items()
-            }
-            said = launch(folder, "megatron_pretrain.py", jobs, ranks)
-            for name, setup in setups.items():
-                if "kill_after" in setup.more:
-                    assert "SIGKILL" in said, said[-4000:]
-                    continue
-                assert (folder / f"{name}.0.json").exists(), said[-4000:]
-                found[name] = found_by(folder, name, ranks)
+            assert (folder / f"{name}.0.json").exists(), said[-4000:]
+            found[name] = found_by(folder, name, ranks)
     return found
 
 
@@ -189,28 +284,35 @@ def difference(found: list[float], expected: list[float]) -> float:
 
 
 def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> list[str]:
-    """A line a set-up: steps, the largest relative differences, and how segments alone differ; or the error."""
-    lines = [f"{'set-up':26}{'like':26}{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}"]
+    """A line a set-up: steps, the largest relative differences, and how segments alone differ; or the error.
+
+    For HybridModel, the last number is how far its losses are from those of GPTModel in the same set-up.
+    """
+    headings = f"{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
+    lines = [f"{'set-up':34}{'like':34}{headings}"]
     for name, left in found.items():
         if left["error"]:
-            lines.append(f"{name:26}{left['error']}")
+            lines.append(f"{name:34}{left['error']}")
             continue
         like = SETUPS[name].like or "pretrain_sft.py"
-        other = {"losses": script[name]} if like not in found else found[like]
+        other = {"losses": script.get(name)} if like not in found else found[like]
         shown = ""
         for what, width in (("losses", 9), ("norms", 9), ("validation", 11)):
             known = left[what] and other.get(what)
             shown += f"{difference(left[what], other[what]):{width}.0e}" if known else f"{'-':>{width}}"
         worst, segments = left["alone"]
         alone = f"{worst:.0e} of {segments}" if segments else "-"
-        lines.append(f"{name:26}{like:26}{len(left['losses']):6}{shown}{alone:>17}")
+        gpt = found.get(name.removeprefix(of_hybrid(""))) if SETUPS[name].model == "Hybrid" else None
+        to_gpt = f"{difference(left['losses'], gpt['losses']):.0e}" if gpt else "-"
+        lines.append(f"{name:34}{like:34}{len(left['losses']):6}{shown}{alone:>17}{to_gpt:>9}")
     return lines
 
 
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
-        found, script = run_all(Path(folder), names or list(SETUPS)), script_losses(Path(folder))
+        found = run_all(Path(folder), names or list(SETUPS))
+        script = script_losses(Path(folder), found)
     print(*table(found, script), sep="\n")
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,6 +162,34 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert_bitwise(resumed.rows, whole.rows[STOP * BATCH :])
     print(f"{processes}, resumed: {difference(resumed.losses, whole.losses[STOP:]):.1e}")
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
+
+
+@pytest.mark.skipif(
+    find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None,
+    reason="this megatron-core does not load GPTModel into HybridModel: that needs 0.19, for Python 3.12 on",
+)
+def test_a_checkpoint_of_gpt_model_goes_on_as_hybrid_model(
+    script: ModuleType, data: Path, tmp_path: Path, whole: Curve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert script.HYBRID
+    with monkeypatch.context() as patched:
+        patched.setattr(script, "HYBRID", False)
+        begun = run(script, blend(data, "--save", tmp_path, "--train-iters", STOP))
+        assert difference(begun.losses, whole.losses[:STOP]) <= TOLERANCE
+    resumed = run(script, blend(data, "--load", tmp_path))
+    assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
+    # The moments of the optimizer came too: with the weights alone, it is another curve.
+    tuned = run(script, blend(data, "--load", tmp_path, "--finetune"))
+    assert difference(tuned.losses[:1], begun.losses[:1]) > 1000 * TOLERANCE
+
+
+@pytest.mark.skipif(find_spec("megatron.core.models.hybrid") is None, reason="no HybridModel: it is there from 0.18 on")
+def test_a_checkpoint_of_hybrid_model_is_refused_where_there_is_none(
+    script: ModuleType, data: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "HYBRID", False)
+    with pytest.raises(FormatError, match=r"iter_0000005: holds a HybridModel, .* from 0.18 on; go on"):
+        run(script, blend(data, "--load", checkpoints))
 
 
 def test_another_batch_size_leaves_no_sample_out_and_takes_none_twice(

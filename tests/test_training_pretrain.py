@@ -1,7 +1,13 @@
-"""Megatron-LM's own ``pretrain()`` on our provider: equal losses in every set-up, others where something is wrong."""
+"""Megatron-LM's own ``pretrain()`` on our provider: equal losses in every set-up, others where something is wrong.
+
+GPTModel is trained in every set-up, HybridModel in some; slow tests add the rest, which are in the table of
+``megatron_setups`` too.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
@@ -18,6 +24,7 @@ from megatron_setups import (
     STEPS,
     WRONG,
     difference,
+    of_hybrid,
     prepare,
     run_all,
     script_losses,
@@ -25,7 +32,39 @@ from megatron_setups import (
 )
 
 LOSS, NORM, ANOTHER = 1e-6, 1e-4, 1e-4
-RIGHT = [name for name in SETUPS if name not in (*WRONG, *REFUSED, "blend, killed")]
+OTHERS = (*WRONG, *REFUSED, "scheduler, no room given", "blend, killed")
+HYBRID = {name for name, setup in SETUPS.items() if setup.model == "Hybrid"}
+RIGHT = [name for name in SETUPS if name not in {*OTHERS, *map(of_hybrid, OTHERS)}]
+# Of HybridModel, what other tests here need, and others in which it is trained by two processes.
+SAMPLE = {of_hybrid(name) for name in ("one process", *WRONG)} | {"Hybrid, from a checkpoint of GPT"}
+TWO = sorted(name for name in HYBRID.intersection(RIGHT) if SETUPS[name].ranks == 2)
+SAMPLE |= set(random.Random(43).sample(TWO, min(len(TWO), 2)))
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Parameters: names of set-ups, slow where they are not in the sample."""
+    slow = HYBRID - SAMPLE
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
+def both(names: Iterable[str]) -> list[Any]:
+    """Parameters: names of set-ups of GPTModel, and the same of HybridModel, as far as this Megatron has them."""
+    return marked(name for each in names for name in (each, of_hybrid(each)) if name in SETUPS)
+
+
+def needed(names: Iterable[str]) -> list[str]:
+    """These set-ups, those that they are compared with, and those whose checkpoints they load, in their order."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        found.add(name)
+        setup = SETUPS[name]
+        waiting += [setup.like] if setup.like else []
+        if "resumed" in name:
+            waiting.append(of_hybrid("blend, killed") if setup.model == "Hybrid" else "blend, killed")
+    return [name for name in SETUPS if name in found]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +77,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_all(folder, list(SETUPS))
+def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the set-ups left that the selected tests name."""
+    selected = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in selected if hasattr(item, "callspec")]
+    names = {each["name"] for each in parameters if "name" in each}
+    found: dict[str, Any] = run_all(folder, needed({*names, "one process", "blend, resumed"}))
     return found
 
 
 @pytest.fixture(scope="module")
 def script(folder: Path, found: dict[str, Any]) -> dict[str, list[float]]:
-    losses: dict[str, list[float]] = script_losses(folder)
+    losses: dict[str, list[float]] = script_losses(folder, found)
     print(*table(found, losses), sep="\n")
     return losses
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", marked(RIGHT))
 def test_losses_and_gradients_are_the_same(name: str, found: dict[str, Any], script: dict[str, list[float]]) -> None:
     left, like = found[name], SETUPS[name].like
     assert left["error"] is None
-    steps = STEPS - SAVED if "resumed" in name else STEPS
+    steps = STEPS - SAVED if "--load" in SETUPS[name].options else STEPS
     assert len(left["losses"]) == len(set(left["losses"])) == steps
     assert len(left["norms"]) == steps
     assert len(set(left["norms"])) > 1
@@ -83,17 +126,22 @@ def test_values_that_are_missing_or_too_many_are_no_difference_of_zero(found: li
         difference(found, [1.0, 1.0])
 
 
-@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if "alone" in setup.more])
+@pytest.mark.parametrize("name", marked(name for name, setup in SETUPS.items() if "alone" in setup.more))
 def test_each_trained_segment_alone_has_the_same_loss(name: str, found: dict[str, Any]) -> None:
     worst, segments = found[name]["alone"]
     assert segments > 300
     assert worst < LOSS
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", both(WRONG))
 def test_a_mistake_shows(name: str, found: dict[str, Any]) -> None:
     assert found[name]["error"] is None
-    assert difference(found[name]["losses"], found["one process"]["losses"]) > ANOTHER
+    assert difference(found[name]["losses"], found[SETUPS[name].like or ""]["losses"]) > ANOTHER
+
+
+@pytest.mark.skipif(not HYBRID, reason="no HybridModel: megatron-core has it from 0.18 on")
+def test_both_models_begin_and_train_alike(found: dict[str, Any]) -> None:
+    assert difference(found[of_hybrid("one process")]["losses"], found["one process"]["losses"]) < LOSS
 
 
 def test_a_killed_run_left_its_checkpoint(folder: Path, found: dict[str, Any]) -> None:
@@ -103,7 +151,7 @@ def test_a_killed_run_left_its_checkpoint(folder: Path, found: dict[str, Any]) -
     assert found["blend, resumed"]["losses"][0] == found["blend, split, evaluation"]["losses"][SAVED]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", both(REFUSED))
 def test_what_would_hang_is_refused_on_every_rank(name: str, found: dict[str, Any]) -> None:
-    assert f"{REFUSED[name]} is missing" in found[name]["error"]
+    assert f"{REFUSED[name.removeprefix(of_hybrid(''))]} is missing" in found[name]["error"]
     assert not found[name]["losses"]

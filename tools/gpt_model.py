@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -109,8 +110,20 @@ def layer_spec(attention: str) -> ModuleSpec:
     return spec
 
 
+def build_gpt(config: TransformerConfig, attention: str, vocab_size: int, length: int) -> GPTModel:
+    """A model that attends in this way. ImportError: ``te`` without Transformer Engine."""
+    return GPTModel(
+        config,
+        layer_spec(attention),
+        vocab_size,
+        length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+
+
 def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor]:
-    """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
+    """What the model takes for a batch, and the loss mask in the shape of the losses it gives back."""
     laid = laid_out(batch, attention)
     length, device = laid["tokens"].shape[1], laid["tokens"].device
     inputs: dict[str, Any] = {

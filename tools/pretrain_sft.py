@@ -1,6 +1,7 @@
-"""Train a GPT model on packed SFT data with megatron.core alone: a script to read, and to start from.
+"""Train a language model on packed SFT data with megatron.core alone: a script to read, and to start from.
 
-The model is in ``gpt_model.py`` and what live data needs in ``live_training.py``, next to it.
+Next to it, ``hybrid_model.py`` makes the model, a ``HybridModel``, or ``gpt_model.py`` a ``GPTModel`` where
+megatron.core is older than 0.18 and has no other. What live data needs is in ``live_training.py``.
 
 On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
 
@@ -44,10 +45,10 @@ except ImportError as error:  # torch or Megatron is missing
 import torch
 from gpt_model import (
     ATTENTION,
+    build_gpt,
     connect,
     current_device,
     laid_out,
-    layer_spec,
     megatron_device,
     model_inputs,
     seed_everything,
@@ -58,7 +59,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -79,6 +79,11 @@ from megatron_sft_idx.training.pretraining import PretrainingPacks
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
+
+# From megatron.core 0.18 on.
+HYBRID = find_spec("megatron.core.models.hybrid") is not None
+if HYBRID:
+    from hybrid_model import BLOCK, build_hybrid
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Tensors], None]
@@ -291,9 +296,10 @@ def latest_step(folder: Path) -> int | None:
 
 
 def build_model(args: argparse.Namespace) -> DistributedDataParallel:
-    """A GPT model wrapped for data parallel training."""
+    """A model wrapped for data parallel training."""
     config = TransformerConfig(
-        num_layers=args.num_layers,
+        num_layers=args.num_layers * len(BLOCK) if HYBRID else args.num_layers,
+        is_hybrid_model=HYBRID,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         init_method_std=args.init_method_std,
@@ -313,14 +319,8 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         # Every trained token counts the same, in whichever pack, micro-batch and rank it lies.
         calculate_per_token_loss=True,
     )
-    model = GPTModel(
-        config,
-        layer_spec(args.attention),
-        args.vocab_size,
-        args.seq_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    ).to(current_device())
+    build = build_hybrid if HYBRID else build_gpt
+    model = build(config, args.attention, args.vocab_size, args.seq_length).to(current_device())
     inner = Float16Module(config, model) if args.bf16 else model
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
     config.no_sync_func = wrapped.no_sync
@@ -530,20 +530,47 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
     )
 
 
+def use_names_of(source: str, args: argparse.Namespace, state: dict[str, Any]) -> None:
+    """Have a state ask for its tensors by the names of a checkpoint, which may be that of the other model.
+
+    FormatError: Megatron does not translate between the two.
+    """
+    names = dist_checkpointing.load_tensors_metadata(source)
+    if ("decoder.final_norm.weight" in names) == HYBRID:
+        return
+    if not HYBRID:
+        raise FormatError(
+            f"{source}: holds a HybridModel, which megatron-core has from 0.18 on; go on with the one that wrote it"
+        )
+    if find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None:
+        raise FormatError(
+            f"{source}: holds a GPTModel, which megatron-core loads into HybridModel from 0.19 on; take that one, or go"
+            " on with the one that wrote it"
+        )
+    from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+
+    maps = interop.gpt_compatible_layer_maps(BLOCK * args.num_layers)
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
+
+
 def load_checkpoint(
     args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
     """Take the checkpoint that is continued, or the weights, if there are any; the number of steps behind it."""
     if args.finetune:
         weights = latest_checkpoint(args.load)
-        found = dist_checkpointing.load({"model": model.module.sharded_state_dict()}, str(weights))
+        state = {"model": model.module.sharded_state_dict()}
+        use_names_of(str(weights), args, state)
+        found = dist_checkpointing.load(state, str(weights))
         model.module.load_state_dict(found["model"])
         optimizer.reload_model_params()  # it may keep a copy of them in float32
         if torch.distributed.get_rank() == 0:
             print_lines([f"beginning with the weights of {weights}"])
     source, step, _, _ = begun(args)
     if source:
-        found = dist_checkpointing.load(checkpoint_state(model, optimizer, loading=True), source)
+        state = checkpoint_state(model, optimizer, loading=True)
+        use_names_of(source, args, state)
+        found = dist_checkpointing.load(state, source)
         model.module.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         if live:
