@@ -284,9 +284,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         step = 2 if self.index_only_packing and "pair" in self.columns else 1
         first, last = (round(end * float(count)) // step for end in ends)
         if first >= last:
+            without = {
+                Split.train: "",
+                Split.valid: ", or evaluate nothing: --eval-iters 0",
+                Split.test: ", or none at all, such as --split 99,1,0",
+            }
             raise FormatError(
                 f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
-                " more of --split, or none at all, such as --split 99,1,0"
+                f" more of --split{without[split]}"
             )
 
     def count(self, path: str) -> int:
