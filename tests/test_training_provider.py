@@ -44,7 +44,9 @@ def arguments(**given: Any) -> Namespace:
             *("per_split_data_args_path", "data_cache_path"),
         ]
     )
-    return Namespace(**{**unset, "seed": 5, "seq_length": 32, "split": "90,10,0", "global_batch_size": 4, **given})
+    per_split = any(f"{split}_data_path" in given for split in ("train", "valid", "test"))
+    split = None if per_split or "per_split_data_args_path" in given else "90,10,0"
+    return Namespace(**{**unset, "seed": 5, "seq_length": 32, "split": split, "global_batch_size": 4, **given})
 
 
 def test_one_path_is_split(shards: Path) -> None:
@@ -134,8 +136,8 @@ def test_options_of_the_configuration_go_through_the_provider(shards: Path) -> N
     [
         ("fim_data", True, "--fim-data cuts"),
         ("eod_mask_loss", True, "--eod-mask-loss would"),
-        ("dataloader_type", "cyclic", "--dataloader-type cyclic draws"),
-        ("dataloader_type", "external", "--dataloader-type external draws"),
+        ("dataloader_type", "cyclic", "--dataloader-type cyclic does"),
+        ("dataloader_type", "external", "--dataloader-type external does"),
         ("varlen_sbhd_validation", True, "--varlen-sbhd-validation validates"),
     ],
 )
@@ -178,7 +180,7 @@ def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
             "--full-validation: nothing to .* --split 99,1,0, or leave it out",
         ),
         ({"train_data_path": ["{}"]}, "nothing to validate on, .* --valid-data-path, or .* --eval-iters 0"),
-        ({"split": "0,1,0"}, "nothing to train on: give it a part of --split, .*, or add --skip-train"),
+        ({"split": "0,90,10"}, "nothing to train on: give it a part of --split, .*, or add --skip-train"),
         ({"valid_data_path": ["{}"]}, "nothing to train on: name shards with --train-data-path"),
     ],
 )

@@ -10,6 +10,7 @@ that is in none of them.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -43,13 +44,12 @@ FIELDS = {
     "dataloader_defer_npy_index_mmap": "defer_npy_index_mmap",
 }
 
+# Arguments that name the shards of one split.
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
 _NAMES_SHARDS = "names shards and their weights"
 LOOKED_AT = {
     **dict.fromkeys(
-        [
-            *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-            *("data_args_path", "per_split_data_args_path"),
-        ],
+        ("data_path", "data_args_path", *PER_SPLIT),
         _NAMES_SHARDS,
     ),
     "split": "parts of each path of --data-path",
@@ -115,7 +115,8 @@ REFUSED = {
     "reset_attention_mask": Refused(False, "is not needed: attention ends with every sequence; leave it out"),
     "dataloader_type": Refused(
         "single",
-        "draws rows in another order, of which a resumed run repeats some; leave it out: each epoch is shuffled anyway",
+        "does not take rows one after the other, so that a resumed run repeats some; leave it out: every epoch is"
+        " shuffled anyway",
     ),
     "data_sharding": Refused(
         True, "is for --dataloader-type cyclic, which repeats rows; leave it out", "--no-data-sharding"
@@ -183,7 +184,7 @@ def require_arguments(args: Namespace, release: tuple[int, int] = RELEASE) -> No
         args: Megatron's arguments; those that a release does not know may be missing.
         release: major and minor number of Megatron.
     """
-    if complaints := [*_complaints(args, release), *_refused(args)]:
+    if complaints := [*_complaints(args, release), *_refused(args), *_conflicts(args)]:
         raise FormatError("\n".join(complaints))
 
 
@@ -191,8 +192,19 @@ def _refused(args: Namespace) -> Iterator[str]:
     for name, refused in REFUSED.items():
         if (value := getattr(args, name, None)) is None or value == refused.default:
             continue
+        if name == "sft_mock_dataset_config_json" and getattr(args, "mock_data", False):
+            continue  # Megatron itself has set it
         shown = "" if isinstance(value, bool) else f" {value}"
         yield f"{refused.flag or '--' + name.replace('_', '-')}{shown} {refused.why}"
+
+
+def _conflicts(args: Namespace) -> Iterator[str]:
+    split, per_split = getattr(args, "split", None), [name for name in PER_SPLIT if getattr(args, name, None)]
+    if split and per_split:
+        named = per_split[0].replace("_", "-")
+        yield f"--split {split} divides the paths of --data-path, and --{named} is given; leave one of them out"
+    if getattr(args, "multiple_validation_sets", False) and not getattr(args, "full_validation", False):
+        yield "--multiple-validation-sets: Megatron has it with --full-validation alone; add that"
 
 
 def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
@@ -288,21 +300,27 @@ def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | Non
     """
     per_split = config.blend_per_split is not None and any(config.blend_per_split)
     has_data = [bool(each) for each in (config.blend_per_split if per_split else config.split_matrix)]
+    for split, wanted in zip(Split, num_samples, strict=True):
+        blend = config.blend_per_split[split.value] if per_split else config.blend
+        if wanted is None and has_data[split.value] and blend[1] is not None:
+            raise FormatError(
+                f"--full-validation goes through all rows of the {split.name} split once, where weights of paths mean"
+                " nothing; leave the weights out, or give --train-data-path with weights and --valid-data-path without"
+            )
+    of_split = "give it a part of --split, such as --split 99,1,0"
     if not has_data[0] and num_samples[0] != 0 and not getattr(args, "skip_train", False):
-        remedy = (
-            "name shards with --train-data-path" if per_split else "give it a part of --split, such as --split 99,1,0"
-        )
+        remedy = "name shards with --train-data-path" if per_split else of_split
         raise FormatError(f"nothing to train on: {remedy}, or add --skip-train to evaluate alone")
     eval_iters, full = getattr(args, "eval_iters", None), getattr(args, "full_validation", False)
     # Megatron evaluates after the last step in any case, if only --eval-iters is above 0.
     if has_data[1] or not (num_samples[1] or full or eval_iters):
         return
-    if config.num_samples[1] == 0:
+    if num_samples[1] == 0:
         raise FormatError(
             f"--start-eval-at-iter {getattr(args, 'start_eval_at_iter', None)} comes after the last evaluation that"
             " Megatron asks data for, and it evaluates after the last step anyway; lower it, or give --eval-iters 0"
         )
-    remedy = "name shards with --valid-data-path" if per_split else "give it a part of --split, such as --split 99,1,0"
+    remedy = "name shards with --valid-data-path" if per_split else of_split
     evaluation = "--full-validation" if full else f"--eval-iters {eval_iters or 'above 0'}"
     leave = "leave it out" if full else "evaluate nothing with --eval-iters 0"
     raise FormatError(
@@ -311,17 +329,34 @@ def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | Non
 
 
 def require_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> None:
-    """FormatError, on every rank, where a blend without weights has fewer rows than Megatron will ask for.
+    """FormatError, on every rank, where Megatron will ask for rows that a data set does not have.
 
-    Megatron goes through the paths of such a blend once, and then ends with StopIteration. All ranks must call this
-    together, because only some of them have built the data sets.
+    A blend without weights is gone through once, and Megatron then ends with StopIteration. A blend whose indices are
+    not opened before the first row may lack them. All ranks must call this together, because only some of them have
+    built the data sets.
     """
-    lengths = [[None if each is None or isinstance(each, list) else len(each) for each in built]]
+    complaints = [[*_short_of_rows(built, num_samples), *_without_indices(built)]]
     if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(lengths, src=0)
-    for split, length, wanted in zip(Split, lengths[0], num_samples, strict=True):
-        if None not in (length, wanted) and length < wanted:
-            raise FormatError(
-                f"the {split.name} split has {length} rows, and Megatron will ask for {wanted}: paths without weights"
-                " are gone through once; write WEIGHT PATH for each of them, or train or evaluate fewer steps"
+        torch.distributed.broadcast_object_list(complaints, src=0)
+    if complaints[0]:
+        raise FormatError("\n".join(complaints[0]))
+
+
+def _short_of_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> Iterator[str]:
+    for split, data_set, wanted in zip(Split, built, num_samples, strict=True):
+        if data_set is not None and not isinstance(data_set, list) and len(data_set) < (wanted or 0):
+            yield (
+                f"the {split.name} split has {len(data_set)} rows, and Megatron will ask for {wanted}: paths without"
+                " weights are gone through once; write WEIGHT PATH for each of them, or train or evaluate fewer steps"
             )
+
+
+def _without_indices(built: Sequence[Any]) -> Iterator[str]:
+    for data_set in built:
+        path = getattr(data_set, "path_to_dataset_index", None)
+        if path is not None and not os.path.exists(path):
+            yield (
+                f"--dataloader-defer-npy-index-mmap: {path} is not there, the index of a blend; run once without this"
+                " flag and with the same --data-cache-path, which writes it"
+            )
+            return

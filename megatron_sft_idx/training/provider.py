@@ -124,7 +124,7 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
             ``index_only_packing``. ``ignore_media`` is taken from ``args`` where a script has added it there.
     """
     known = {each.name for each in fields(PackedSFTDatasetConfig)}
-    given = {field: getattr(args, name, None) for name, field in FIELDS.items() if field in known}
+    given: dict[str, Any] = {field: getattr(args, name, None) for name, field in FIELDS.items() if field in known}
     given = {field: value for field, value in given.items() if value is not None}
     blend, per_split = _blends(args)
     tensor_parallel = getattr(args, "tensor_model_parallel_size", 1)
@@ -194,18 +194,35 @@ Blend = tuple[list[str], list[float] | None]
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
     """One blend that is split, or one for each split, from the arguments or from the files that they name."""
-    paths = args.data_path
+    paths, option = args.data_path, "--data-path"
     if file := getattr(args, "data_args_path", None):
-        paths = Path(file).read_text(encoding="utf-8").split()
+        option = "--data-args-path"
+        paths = _text_of(file, option).split()
     if paths:
-        return _blend_of(paths, "--data-path"), None
+        return _blend_of(paths, option), None
     blends = [getattr(args, f"{split}_data_path", None) for split in _SPLITS]
     if file := getattr(args, "per_split_data_args_path", None):
-        named = json.loads(Path(file).read_text(encoding="utf-8"))
+        option = "--per-split-data-args-path"
+        try:
+            named = json.loads(_text_of(file, option))
+        except ValueError:
+            named = None
+        if not isinstance(named, dict):
+            raise FormatError(
+                f'{option} {file}: no JSON object; write one such as {{"train": ["data/a"], "valid": []}}'
+            )
         blends = [named.get(split) for split in _SPLITS]
         blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
     each = [_blend_of(blend, f"--{split}-data-path") for split, blend in zip(_SPLITS, blends, strict=True)]
     return None, each if any(each) else None
+
+
+def _text_of(file: str, option: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        raise FormatError(f"{option} {file}: {why}; it is a file that names shards") from None
 
 
 def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
