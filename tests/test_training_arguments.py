@@ -21,12 +21,8 @@ from packs import sample_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.provider import (
-    RELEASE,
-    build_datasets,
-    require_arguments,
-    train_valid_test_datasets_provider,
-)
+from megatron_sft_idx.training.megatron_arguments import RELEASE, require_arguments
+from megatron_sft_idx.training.provider import build_datasets, train_valid_test_datasets_provider
 
 # As Megatron-LM's parser leaves them when everything needed is given.
 GOOD = {

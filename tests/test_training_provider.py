@@ -44,7 +44,9 @@ def arguments(**given: Any) -> Namespace:
             *("per_split_data_args_path", "data_cache_path"),
         ]
     )
-    return Namespace(**{**unset, "seed": 5, "seq_length": 32, "split": "90,10,0", "global_batch_size": 4, **given})
+    per_split = any(f"{split}_data_path" in given for split in ("train", "valid", "test"))
+    split = None if per_split or "per_split_data_args_path" in given else "90,10,0"
+    return Namespace(**{**unset, "seed": 5, "seq_length": 32, "split": split, "global_batch_size": 4, **given})
 
 
 def test_one_path_is_split(shards: Path) -> None:
@@ -134,8 +136,8 @@ def test_options_of_the_configuration_go_through_the_provider(shards: Path) -> N
     [
         ("fim_data", True, "--fim-data cuts"),
         ("eod_mask_loss", True, "--eod-mask-loss would"),
-        ("dataloader_type", "cyclic", "--dataloader-type cyclic draws"),
-        ("dataloader_type", "external", "--dataloader-type external draws"),
+        ("dataloader_type", "cyclic", "--dataloader-type cyclic does"),
+        ("dataloader_type", "external", "--dataloader-type external does"),
         ("varlen_sbhd_validation", True, "--varlen-sbhd-validation validates"),
     ],
 )
@@ -166,6 +168,53 @@ def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
     }
     train, valid, test = train_valid_test_datasets_provider([None, 0, 5], args=arguments(**blends))
     assert (len(train), valid, len(test)) == (40, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"split": "1,0,0", "eval_iters": 2}, "--eval-iters 2: nothing to validate on, .* --split 99,1,0, or .* 0"),
+        ({"split": "99,1,0", "eval_iters": 2}, "the valid split is empty, .*, or evaluate nothing: --eval-iters 0"),
+        (
+            {"split": "1,0,0", "full_validation": True},
+            "--full-validation: nothing to .* --split 99,1,0, or leave it out",
+        ),
+        ({"train_data_path": ["{}"]}, "nothing to validate on, .* --valid-data-path, or .* --eval-iters 0"),
+        ({"split": "0,90,10"}, "nothing to train on: give it a part of --split, .*, or add --skip-train"),
+        ({"valid_data_path": ["{}"]}, "nothing to train on: name shards with --train-data-path"),
+    ],
+)
+def test_a_split_that_is_asked_for_has_data(shards: Path, given: dict[str, Any], shown: str) -> None:
+    path = str(shards / "a")
+    given = {name: [path] if value == ["{}"] else value for name, value in given.items()}
+    args = arguments(**({} if any("data_path" in name for name in given) else {"data_path": [path]}), **given)
+    with pytest.raises(FormatError, match=shown):
+        train_valid_test_datasets_provider([20, None if args.__dict__.get("full_validation") else 8, 0], args=args)
+
+
+def test_nothing_is_missing_where_nothing_is_asked_for(shards: Path) -> None:
+    args = arguments(data_path=[str(shards / "a")], split="1,0,0", eval_iters=0)
+    assert [each and len(each) for each in train_valid_test_datasets_provider([20, 0, 0], args=args)] == [
+        20,
+        None,
+        None,
+    ]
+    args.split, args.skip_train, args.eval_iters = "0,1,0", True, 2
+    assert [each and len(each) for each in train_valid_test_datasets_provider([20, 8, 8], args=args)] == [None, 8, None]
+    # Megatron evaluates after the last step, whatever this flag says.
+    args.split, args.skip_train, args.start_eval_at_iter = "90,10,0", False, 100
+    with pytest.raises(FormatError, match=r"--start-eval-at-iter 100 comes after the last .* --eval-iters 0"):
+        train_valid_test_datasets_provider([20, 0, 8], args=args)
+
+
+def test_paths_without_weights_have_rows_enough_for_all_steps(shards: Path) -> None:
+    paths = [str(shards / "a"), str(shards / "b")]
+    args = arguments(data_path=paths, split="1,0,0")
+    assert len(train_valid_test_datasets_provider([60, 0, 0], args=args)[0]) == 60
+    with pytest.raises(FormatError, match=r"the train split has 60 rows, and Megatron will ask for 61: .* WEIGHT PATH"):
+        train_valid_test_datasets_provider([61, 0, 0], args=args)
+    args.data_path = ["2", paths[0], "1", paths[1]]
+    assert len(train_valid_test_datasets_provider([61, 0, 0], args=args)[0]) >= 61
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,34 @@ def _other_file(path: str) -> str:
     if not bare.endswith(_ROWS):
         return f"this is a file of another kind; if it holds packs: megatron-sft-idx convert {path} {stem}"
     return (
-        f"this is a file of rows; make a shard of it: megatron-sft-idx preprocess --input {path} --tokenizer PATH"
-        f" --seq-length N --output-prefix {stem}; if it holds packs: megatron-sft-idx convert {path} {stem}"
+        f"this is a file of rows; {_preprocess(path, stem)}; if it holds packs: megatron-sft-idx convert {path} {stem}"
     )
+
+
+def _preprocess(rows: str, output: str) -> str:
+    return (
+        f"make a shard of it: megatron-sft-idx preprocess --input {rows} --tokenizer PATH --seq-length N"
+        f" --output-prefix {output}"
+    )
+
+
+def what_a_folder_holds(folder: str) -> str:
+    """What to do with a folder without shards, which may hold rows or shards further down."""
+    stem = folder.rstrip("/")
+    nothing = "the folder holds no shard of its own"
+    if is_remote(folder):
+        return nothing
+    names = sorted(os.listdir(folder))
+    if "dataset_info.json" in names or "dataset_dict.json" in names:
+        return f"{nothing}, but rows that save_to_disk wrote; {_preprocess(stem, stem + '-sft')}"
+    for name in names:
+        compressed = name[len(name.removesuffix(".gz").removesuffix(".zst")) :]
+        ending = os.path.splitext(name.removesuffix(compressed))[1]
+        if ending in _ROWS and ending != ".json":  # the folder of a model has .json files too
+            rows = f"'{stem}/*{ending}{compressed}'"
+            return f"{nothing}, but files of rows; {_preprocess(rows, stem + '-sft')}"
+    below = [name for name in names if glob.glob(f"{glob.escape(os.path.join(folder, name))}/*.seq.idx")]
+    return f"{nothing}; name the one with shards: {os.path.join(stem, below[0])}" if below else nothing
 
 
 def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:

@@ -26,7 +26,7 @@ from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, ch
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.at_prefix import holds_shard_files, is_building
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import read_header, require_same
+from megatron_sft_idx.shard.opening import read_header, require_same, what_a_folder_holds
 from megatron_sft_idx.shard.reader import Pack, Shard, checked_packs, extents_of
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote import RemotePath
@@ -114,7 +114,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     if is_beside or prefixes:
         return sorted(prefixes or [path], key=natural_key)
     if is_folder and not (remote and is_glob):
-        raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], "the folder holds no shard of its own")
+        raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], what_a_folder_holds(path))
     if is_glob:
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
     return [prefix]

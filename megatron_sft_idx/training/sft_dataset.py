@@ -23,6 +23,7 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
@@ -139,7 +140,9 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             # Not GPTDatasetConfig's, which insists on a tokenizer.
             BlendedMegatronDatasetConfig.__post_init__(self)
         except (AssertionError, ValueError) as error:
-            why = str(error) or "a split is up to three numbers, such as 98,1,1"
+            why = " ".join(str(error).split()) or "a split is up to three numbers, such as 98,1,1"
+            if why.startswith("--"):  # Megatron names its flags
+                raise FormatError(why) from None
             raise FormatError(f"split {self.split!r}, or what goes with it: {why}") from None
         self._leave_out_unwanted()
         if self.sequence_multiple is None:
@@ -200,6 +203,11 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             for of_splits in (self.split_matrix, self.blend_per_split):
                 if of_splits is not None:
                     of_splits[split.value] = None
+        if not any(self.split_matrix or self.blend_per_split or ()):
+            raise FormatError(
+                f"split {self.split!r}: nothing to train on, because no split of which rows are asked for has a part;"
+                " write it like --split 99,1,0"
+            )
 
     @staticmethod
     def _check_weights(paths: list[str], weights: list[float] | None) -> None:
@@ -244,6 +252,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     def open_shards(self, path: str) -> ShardSet:
         """The shards of one path of a blend; what was checked is what is trained on, and headers are read once."""
         if path not in self._opened:
+            _require_no_stock_dataset(path)
             self._opened[path] = ShardSet.open(
                 path,
                 backend=self.read,
@@ -326,7 +335,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             if header.capacity > self.sequence_length:
                 raise FormatError(
                     f"{prefix}: packs of up to {header.capacity} tokens, sequence_length is {self.sequence_length};"
-                    " raise it, pack the shard again, or set index_only_packing"
+                    " raise it (--seq-length), pack the shard again, or set index_only_packing"
                 )
             if header.sequence_multiple % self.plan_options.sequence_multiple:
                 raise FormatError(
@@ -355,9 +364,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         step = 2 if self.index_only_packing and "pair" in self.columns else 1
         first, last = (round(end * float(count)) // step for end in ends)
         if first >= last:
+            without = {
+                Split.train: "",
+                Split.valid: ", or evaluate nothing: --eval-iters 0",
+                Split.test: ", or none at all, such as --split 99,1,0",
+            }
             raise FormatError(
                 f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
-                " more of --split, or none at all, such as --split 99,1,0"
+                f" more of --split{without[split]}"
             )
 
     @property
@@ -379,6 +393,18 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         Known from the headers for stored packs; with index-only packing, once all data sets are built.
         """
         return self.most_sequences + 2
+
+
+def _require_no_stock_dataset(path: str) -> None:
+    """FormatError where a path of a blend is a data set of Megatron's own, which has no loss masks."""
+    paths = ShardPaths.of(path)
+    if is_remote(path) or paths.missing() != [each for each in paths.all if each not in (paths.tokens, paths.idx)]:
+        return
+    raise FormatError(
+        f"{paths.prefix}: only its .bin and .idx are here, as of a stock Megatron dataset without loss masks; to train"
+        f" on all of its tokens, as in pretraining, give --data-path pretrain:{paths.prefix}, or make a shard of it:"
+        f" megatron-sft-idx convert {paths.prefix} {paths.prefix}-sft --mask-rule all"
+    )
 
 
 # ---- what Megatron builds ----

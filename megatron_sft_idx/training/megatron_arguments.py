@@ -1,0 +1,395 @@
+"""What becomes of each argument of Megatron-LM that is about data, and the errors about those that would go wrong.
+
+Four tables name every such argument, so that none is ignored in silence. Those of ``FIELDS`` set a field of the
+configuration. Those of ``LOOKED_AT`` are compared, or decide together with others. Those of ``REFUSED`` have no place
+in packed data: any value but Megatron's default is an error. Those of ``ELSEWHERE`` act on Megatron's own code and
+leave the rows of data sets as they are. A test compares the tables with Megatron's parser and fails for an argument
+that is in none of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import package_info
+from megatron.core.datasets.utils import Split
+
+from megatron_sft_idx.errors import FormatError
+
+# Of megatron-core, which is Megatron-LM's too.
+RELEASE = (package_info.MAJOR, package_info.MINOR)
+
+# ---- the tables: names are those that the parsed arguments have ----
+
+# The field of PackedSFTDatasetConfig that an argument sets. Fields that a release of Megatron lacks are not set.
+FIELDS = {
+    "seed": "random_seed",
+    "seq_length": "sequence_length",
+    "multiple_validation_sets": "multiple_validation_sets",
+    "full_validation": "full_validation",
+    "num_dataset_builder_threads": "num_dataset_builder_threads",
+    "data_cache_path": "path_to_cache",
+    "object_storage_cache_path": "object_storage_cache_path",
+    "global_batch_size": "global_batch_size",
+    "mmap_bin_files": "mmap_bin_files",
+    "mid_level_dataset_surplus": "mid_level_dataset_surplus",
+    "dataloader_fast_cache_load": "fast_cache_load",
+    "dataloader_defer_npy_index_mmap": "defer_npy_index_mmap",
+}
+
+# Arguments that name the shards of one split.
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
+_NAMES_SHARDS = "names shards and their weights"
+LOOKED_AT = {
+    **dict.fromkeys(
+        ("data_path", "data_args_path", *PER_SPLIT),
+        _NAMES_SHARDS,
+    ),
+    "split": "parts of each path of --data-path",
+    "tensor_model_parallel_size": "with sequence parallelism, sequences are padded to a multiple of it",
+    "sequence_parallel": "as --tensor-model-parallel-size",
+    "context_parallel_size": "sequences are padded to a multiple of twice as many",
+    "dynamic_context_parallel": "sequences are padded for all ranks that may share one",
+    "pipeline_model_parallel_size": "compared with what the release can",
+    "micro_batch_size": "compared with what the release can",
+    "eval_micro_batch_size": "compared with --micro-batch-size",
+    "eval_iters": "decides whether a validation split is needed",
+    "start_eval_at_iter": "decides whether a validation split is needed",
+    "skip_train": "decides whether a training split is needed",
+    "sft": "needed",
+    "dataloader_inter_document_masking": "refused with pretraining data; chats come with their boundaries anyway",
+    "create_attention_mask_in_dataloader": "has to be off",
+    "calculate_per_token_loss": "needed",
+    "hybrid_context_parallel": "refused: it loses sequences",
+    "sequence_packing_scheduler": "single sequences instead of packs",
+    "use_varlen_dataset": "single sequences instead of packs",
+    "max_seqlen_per_dp_cp_rank": "compared with --seq-length",
+    "padded_vocab_size": "compared with the vocabulary of the shards",
+    "tokenizer_model": "compared with the tokenizer of the shards",
+}
+
+
+class Refused(NamedTuple):
+    """An argument that packed data has no place for.
+
+    Attributes:
+        default: the value that Megatron's parser gives it, which is taken.
+        why: what it would do, and what to do instead.
+        flag: how it is written where that does not follow from its name.
+    """
+
+    default: Any
+    why: str
+    flag: str | None = None
+
+
+_FIM = "is for --fim-data, which cuts texts apart to train on their middle: packs have no place for that; leave it out"
+_BERT = "is for BERT's data sets, which packs are not; leave it out"
+_MADE_UP = "describes made-up rows; leave it out, and name shards with --data-path"
+_FORMATTED = (
+    "would not be used: chats got their form when their shard was made; leave it out, and see"
+    " megatron-sft-idx preprocess --chat-template"
+)
+REFUSED = {
+    "fim_data": Refused(
+        False, "cuts texts apart to train on their middle, for which packs have no place; leave it out"
+    ),
+    "fim_rate": Refused(0.5, _FIM),
+    "fim_spm_rate": Refused(0.5, _FIM),
+    "fim_split_sample": Refused(None, _FIM),
+    "fim_fragment_rate": Refused(None, _FIM),
+    "fim_no_prefix": Refused(None, _FIM),
+    "fim_prefix_token": Refused("<fim_prefix>", _FIM),
+    "fim_middle_token": Refused("<fim_middle>", _FIM),
+    "fim_suffix_token": Refused("<fim_suffix>", _FIM),
+    "fim_pad_token": Refused("<fim_pad>", _FIM),
+    "fim_eod_token": Refused("<|endoftext|>", _FIM),
+    "eod_mask_loss": Refused(
+        False, "would take ends of turns out of the loss; leave it out: the masks of shards are final"
+    ),
+    "reset_position_ids": Refused(False, "is not needed: positions begin at 0 in every sequence; leave it out"),
+    "reset_attention_mask": Refused(False, "is not needed: attention ends with every sequence; leave it out"),
+    "dataloader_type": Refused(
+        "single",
+        "does not take rows one after the other, so that a resumed run repeats some; leave it out: every epoch is"
+        " shuffled anyway",
+    ),
+    "data_sharding": Refused(
+        True, "is for --dataloader-type cyclic, which repeats rows; leave it out", "--no-data-sharding"
+    ),
+    "varlen_sbhd_validation": Refused(
+        False, "validates on rows of another layout than single sequences have; leave it out"
+    ),
+    "mock_data": Refused(False, "trains on made-up rows; leave it out, and name shards with --data-path"),
+    "sft_mock_dataset_config_json": Refused(None, _MADE_UP),
+    "varlen_mock_dataset_config_json": Refused(None, _MADE_UP),
+    "sft_tokenizer_prompt_format": Refused("nemotron-h-aligned", _FORMATTED),
+    "chat_template": Refused(None, _FORMATTED),
+    "sample_rate": Refused(1.0, "is not used by any data set of Megatron; weights of a blend say how often rows come"),
+    "mask_prob": Refused(0.15, _BERT),
+    "short_seq_prob": Refused(0.1, _BERT),
+    "data_per_class_fraction": Refused(1.0, "is for images in classes; leave it out"),
+    "decoder_seq_length": Refused(None, "is for models with an encoder and a decoder; give --seq-length"),
+}
+
+_TOKENIZER = "Megatron's tokenizer, which rows do not pass through: shards hold token ids"
+_VOCABULARY = "the size of the model's vocabulary, with which that of the shards is compared"
+_LOADER = "the DataLoader, whatever its data set"
+_LOOP = "the loop of training and evaluation, whatever its data set"
+_BATCHES = "how many rows a step takes; their order is the same"
+ELSEWHERE = {
+    **dict.fromkeys(("vocab_size", "pad_vocab_size", "make_vocab_size_divisible_by"), _VOCABULARY),
+    **dict.fromkeys(
+        [
+            *("vocab_file", "merge_file", "vocab_extra_ids", "tokenizer_type", "metadata_path", "special_tokens"),
+            *("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+            *("tokenizer_sentencepiece_legacy", "tokenizer_sentencepiece_ignore_extra_whitespaces"),
+            *("tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens", "trust_remote_code"),
+            *("null_tokenizer_eod_id", "null_tokenizer_pad_id", "use_gigatoken"),
+        ],
+        _TOKENIZER,
+    ),
+    **dict.fromkeys(("num_workers", "exit_signal_handler_for_dataloader"), _LOADER),
+    **dict.fromkeys(
+        [
+            *("train_iters", "train_samples", "iterations_to_skip", "eval_interval", "test_mode"),
+            *("validation_set_names", "phase_transition_iterations"),
+        ],
+        _LOOP,
+    ),
+    **dict.fromkeys(
+        [
+            *("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+            *("eval_global_batch_size", "batch_size"),
+        ],
+        _BATCHES,
+    ),
+    "encoder_seq_length": "another name of --seq-length, which Megatron sets from it",
+    "allow_ambiguous_pad_tokens": "which padding the tokenizer marks; here the loss masks of shards say that",
+    "per_dataset_sequences_path": "how many documents .idx files hold; the headers of shards say that",
+}
+
+# ---- errors ----
+
+
+def require_arguments(args: Namespace, release: tuple[int, int] = RELEASE) -> None:
+    """FormatError, a sentence each, where Megatron-LM would hang with its arguments or train on something else.
+
+    Args:
+        args: Megatron's arguments; those that a release does not know may be missing.
+        release: major and minor number of Megatron.
+    """
+    if complaints := [*_complaints(args, release), *_refused(args), *_conflicts(args)]:
+        raise FormatError("\n".join(complaints))
+
+
+def _refused(args: Namespace) -> Iterator[str]:
+    for name, refused in REFUSED.items():
+        if (value := getattr(args, name, None)) is None or value == refused.default:
+            continue
+        if name == "sft_mock_dataset_config_json" and getattr(args, "mock_data", False):
+            continue  # Megatron itself has set it
+        shown = "" if isinstance(value, bool) else f" {value}"
+        yield f"{refused.flag or '--' + name.replace('_', '-')}{shown} {refused.why}"
+
+
+def _conflicts(args: Namespace) -> Iterator[str]:
+    split, per_split = getattr(args, "split", None), [name for name in PER_SPLIT if getattr(args, name, None)]
+    if split and per_split:
+        named = per_split[0].replace("_", "-")
+        yield f"--split {split} divides the paths of --data-path, and --{named} is given; leave one of them out"
+    if getattr(args, "multiple_validation_sets", False) and not getattr(args, "full_validation", False):
+        yield "--multiple-validation-sets: Megatron has it with --full-validation alone; add that"
+
+
+def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
+    def of(name: str, default: Any) -> Any:
+        value = getattr(args, name, default)
+        return default if value is None else value
+
+    number = ".".join(map(str, release))
+    tensor, context = of("tensor_model_parallel_size", 1), of("context_parallel_size", 1)
+    scheduled, rows = is_scheduled(args), of("micro_batch_size", 1)
+    if not of("sft", True) and not scheduled and release >= (0, 17):
+        yield (
+            "--sft is missing: without it Megatron does not hand the boundaries of sequences to every rank, and"
+            " sequences of a row see each other there; add --sft"
+        )
+    if of("create_attention_mask_in_dataloader", False):
+        yield (
+            "--no-create-attention-mask-in-dataloader is missing: with tensor parallelism Megatron waits for ever for"
+            " a mask that rows with boundaries do not have; add --no-create-attention-mask-in-dataloader"
+        )
+    if not of("calculate_per_token_loss", True):
+        yield (
+            "--calculate-per-token-loss is missing: every micro-batch would weigh the same, however few tokens it"
+            " trains; add --calculate-per-token-loss"
+        )
+    if rows > 1 and release < (0, 19):
+        yield (
+            f"--micro-batch-size {rows}: Megatron {number} takes the boundaries of one row a micro-batch; give"
+            " --micro-batch-size 1, or take Megatron 0.19 or later"
+        )
+    if (evaluated := of("eval_micro_batch_size", rows)) != rows and tensor > 1:
+        yield (
+            f"--eval-micro-batch-size {evaluated}: with tensor parallelism Megatron receives evaluation batches in the"
+            f" shape of --micro-batch-size {rows}; make them equal"
+        )
+    if context > 1 and release < (0, 18):
+        yield (
+            f"--context-parallel-size {context}: Megatron {number} drops the boundaries of padded sequences; give"
+            " --context-parallel-size 1, or take Megatron 0.18 or later"
+        )
+    if tensor > 1 and release < (0, 17) and not _makes_room():
+        yield (
+            f"--tensor-model-parallel-size {tensor}: Megatron {number} waits for ever on ranks that make no room for"
+            " max_seqlen; change get_batch_on_this_tp_rank as docs/megatron.md says, or take Megatron 0.17 or later"
+        )
+    if (stages := of("pipeline_model_parallel_size", 1)) > 2 and release < (0, 17):
+        yield (
+            f"--pipeline-model-parallel-size {stages}: Megatron {number} hands boundaries to the first and the last"
+            " stage only; give 2 at most, or take Megatron 0.17 or later"
+        )
+    if of("hybrid_context_parallel", False):
+        yield (
+            "--hybrid-context-parallel cuts rows apart by boundaries without padding, and loses sequences; leave it"
+            " out, and give --context-parallel-size"
+        )
+    scheduler, dynamic = getattr(args, "sequence_packing_scheduler", None), of("dynamic_context_parallel", False)
+    if (scheduled or dynamic) and scheduler != (wanted := "default_dynamic_cp" if dynamic else "dp_balanced"):
+        yield (
+            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced, or with"
+            f" --dynamic-context-parallel for default_dynamic_cp; give --sequence-packing-scheduler {wanted}, or leave"
+            " it and --use-varlen-dataset out"
+        )
+    ranks = sharing_ranks(args)
+    if dynamic and ranks & (ranks - 1):
+        yield (
+            f"--dynamic-context-parallel: data-parallel x context-parallel size is {ranks}; Megatron divides sequences"
+            " among 2, 4, 8 ... of these ranks, so take a number of ranks that makes it a power of two"
+        )
+    if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * ranks) < args.seq_length:
+        yield (
+            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on the {ranks} ranks that share a sequence,"
+            f" sequences have up to --seq-length {args.seq_length}; raise the one or lower the other"
+        )
+
+
+def sharing_ranks(args: Namespace) -> int:
+    """Among how many ranks a sequence may be divided."""
+    names = ["context_parallel_size"]
+    if getattr(args, "dynamic_context_parallel", False):
+        names.append("data_parallel_size")
+    return math.prod(getattr(args, name, None) or 1 for name in names)
+
+
+def _makes_room() -> bool:
+    """Whether all ranks of Megatron 0.16 receive ``max_seqlen``, which it has to be taught."""
+    receive = getattr(sys.modules.get("megatron.training.utils"), "get_batch_on_this_tp_rank", None)
+    # Two things are received under hybrid context parallelism alone; the other one is not ours.
+    return receive is None or inspect.getsource(receive).count("if args.hybrid_context_parallel else None") < 2
+
+
+def is_scheduled(args: Namespace) -> bool:
+    """Whether Megatron packs, as it trains, and wants single sequences."""
+    return bool(getattr(args, "sequence_packing_scheduler", None) or getattr(args, "use_varlen_dataset", False))
+
+
+def require_whole_rows(args: Namespace, pretraining: Sequence[str]) -> None:
+    """FormatError where Megatron's arguments want rows of pretraining data cut into documents.
+
+    Args:
+        args: Megatron's arguments.
+        pretraining: the paths of pretraining data in the blend.
+    """
+    if pretraining and getattr(args, "dataloader_inter_document_masking", False):
+        raise FormatError(
+            f"--dataloader-inter-document-masking: a row of {pretraining[0]} is one segment, whose documents see each"
+            " other; leave it out"
+        )
+
+
+# ---- splits that are wanted ----
+
+
+def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | None]) -> None:
+    """FormatError where Megatron will ask for rows of a split that has no data, and not say so.
+
+    Without training data Megatron trains no step and ends. Without validation data it fails at the first evaluation.
+
+    Args:
+        args: Megatron's arguments.
+        config: a ``PackedSFTDatasetConfig``.
+        num_samples: rows wanted of each split; None is one epoch, 0 is none.
+    """
+    per_split = config.blend_per_split is not None and any(config.blend_per_split)
+    has_data = [bool(each) for each in (config.blend_per_split if per_split else config.split_matrix)]
+    for split, wanted in zip(Split, num_samples, strict=True):
+        blend = config.blend_per_split[split.value] if per_split else config.blend
+        if wanted is None and has_data[split.value] and blend[1] is not None:
+            raise FormatError(
+                f"--full-validation goes through all rows of the {split.name} split once, where weights of paths mean"
+                " nothing; leave the weights out, or give --train-data-path with weights and --valid-data-path without"
+            )
+    of_split = "give it a part of --split, such as --split 99,1,0"
+    if not has_data[0] and num_samples[0] != 0 and not getattr(args, "skip_train", False):
+        remedy = "name shards with --train-data-path" if per_split else of_split
+        raise FormatError(f"nothing to train on: {remedy}, or add --skip-train to evaluate alone")
+    eval_iters, full = getattr(args, "eval_iters", None), getattr(args, "full_validation", False)
+    # Megatron evaluates after the last step in any case, if only --eval-iters is above 0.
+    if has_data[1] or not (num_samples[1] or full or eval_iters):
+        return
+    if num_samples[1] == 0:
+        raise FormatError(
+            f"--start-eval-at-iter {getattr(args, 'start_eval_at_iter', None)} comes after the last evaluation that"
+            " Megatron asks data for, and it evaluates after the last step anyway; lower it, or give --eval-iters 0"
+        )
+    remedy = "name shards with --valid-data-path" if per_split else of_split
+    evaluation = "--full-validation" if full else f"--eval-iters {eval_iters or 'above 0'}"
+    leave = "leave it out" if full else "evaluate nothing with --eval-iters 0"
+    raise FormatError(
+        f"{evaluation}: nothing to validate on, where Megatron fails at the first evaluation; {remedy}, or {leave}"
+    )
+
+
+def require_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> None:
+    """FormatError, on every rank, where Megatron will ask for rows that a data set does not have.
+
+    A blend without weights is gone through once, and Megatron then ends with StopIteration. A blend whose indices are
+    not opened before the first row may lack them. All ranks must call this together, because only some of them have
+    built the data sets.
+    """
+    complaints = [[*_short_of_rows(built, num_samples), *_without_indices(built)]]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(complaints, src=0)
+    if complaints[0]:
+        raise FormatError("\n".join(complaints[0]))
+
+
+def _short_of_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> Iterator[str]:
+    for split, data_set, wanted in zip(Split, built, num_samples, strict=True):
+        if data_set is not None and not isinstance(data_set, list) and len(data_set) < (wanted or 0):
+            yield (
+                f"the {split.name} split has {len(data_set)} rows, and Megatron will ask for {wanted}: paths without"
+                " weights are gone through once; write WEIGHT PATH for each of them, or train or evaluate fewer steps"
+            )
+
+
+def _without_indices(built: Sequence[Any]) -> Iterator[str]:
+    members = [member for data_set in built for member in getattr(data_set, "datasets", [data_set])]
+    rows = [getattr(getattr(member, "source", None), "dataset", None) for member in members]  # of pretraining data
+    paths = [getattr(data_set, "path_to_dataset_index", None) for data_set in built]
+    for path in (*paths, *(getattr(each, "path_to_shuffle_index", None) for each in rows)):
+        if path is not None and not os.path.exists(path):
+            yield (
+                f"--dataloader-defer-npy-index-mmap: {path} is not there, an index of the blend; run once without this"
+                " flag and with the same --data-cache-path, which writes it"
+            )
+            return
