@@ -40,6 +40,7 @@ SUFFIXES = {
     "parquet": ".parquet",
     "pbin": ".pbin",
     "jsonl-chunks": ".chunks",
+    "save_to_disk": ".hf",
 }
 LOSSY = ["pbin"]
 WEIGHTS = {"sft-idx", "npy"}

@@ -37,7 +37,7 @@ def content(path: Path) -> object:
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
-@pytest.mark.parametrize("to", ["npy", "pbin", "memmap", "jsonl-chunks"])
+@pytest.mark.parametrize("to", ["npy", "pbin", "memmap", "jsonl-chunks", "save_to_disk"])
 def test_a_conversion_killed_at_any_step_is_taken_over(tmp_path: Path, to: str, overwrite: bool) -> None:
     for name, count in (("before", 3), ("packs", 5)):
         write_samples(tmp_path / name, demo_samples(count))

@@ -24,7 +24,7 @@ from megatron_sft_idx.storage.publish import Kind
 from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make, plan_path
 
 FOREIGN = [name for name in WRITABLE if name != "sft-idx"]
-FOLDERS = ("memmap", "jsonl-chunks")
+FOLDERS = ("memmap", "jsonl-chunks", "save_to_disk")
 
 
 def bytes_below(folder: Path) -> dict[str, bytes | str]:

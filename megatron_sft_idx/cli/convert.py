@@ -37,6 +37,9 @@ examples:
   packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the end-of-sequence id is 2:
     megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eod-id 2 --no-columns
 
+  a dataset on disk for LLaMA-Factory (tokenized_path) or TRL, which datasets.load_from_disk reads:
+    megatron-sft-idx convert data/train data/train.hf --to save_to_disk
+
   a stock Megatron dataset, to train on every token, or with the masks that a second dataset holds:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
     megatron-sft-idx convert data/text_document data/some --to sft-idx --mask-path data/masks
@@ -55,9 +58,9 @@ before stays there. A conversion that was killed leaves a hidden file or folder 
 to start anew.
 
 loss: it is an error if DST has no place for something in SRC. --lossy leaves that out instead, and prints what it
-was. .pbin has no place for loss masks and packs; memmap, parquet and jsonl-chunks have none for weights other than 0
-and 1; npy, pbin, and parquet padded for Megatron-Bridge have none for columns. A column that some of several sources
-lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and jsonl-chunks do not keep the
+was. .pbin has no place for loss masks and packs; memmap, parquet, jsonl-chunks and save_to_disk have none for weights
+other than 0 and 1; npy, pbin, save_to_disk, and parquet padded for Megatron-Bridge have none for columns. A column that
+some of several sources lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and jsonl-chunks do not keep the
 capacity.
 """
 _RAW_HELP = """\

@@ -98,8 +98,10 @@ def recognise(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def pyarrow_errors(path: str) -> Iterator[None]:
+def pyarrow_errors(path: str, kind: str = "Parquet") -> Iterator[None]:
     """Turn what pyarrow raises of a file's content into FormatError. Errors of the system, with an errno, pass.
+
+    ``kind`` is what messages call such files.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -107,14 +109,14 @@ def pyarrow_errors(path: str) -> Iterator[None]:
     try:
         import pyarrow as pa
     except ImportError:
-        raise SFTIndexError(f"{path}: Parquet files need pyarrow: pip install 'megatron-sft-idx[parquet]'") from None
+        raise SFTIndexError(f"{path}: {kind} files need pyarrow: pip install 'megatron-sft-idx[parquet]'") from None
     try:
         yield
     except (pa.ArrowException, MemoryError, OverflowError, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise FormatError(f"{path}: not a readable Parquet file: {reason}; copy or write it again") from None
+        raise FormatError(f"{path}: not a readable {kind} file: {reason}; copy or write it again") from None
 
 
 def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpec] | None = None) -> None:
@@ -153,14 +155,14 @@ def _column_of(
     Raises:
         SequenceError: a pack has other than ``width`` values for each.
     """
-    values, lengths = _list_field(rows.column(name), path, name, first_pack)
+    values, lengths = list_field(rows.column(name), path, name, first_pack)
     if (pack := first_true(lengths != counts * spec.width)) is not None:
         reason = f"{lengths[pack]} values in {name}, expected {counts[pack]} x {spec.width}: {spec.width} a {spec.per}"
         raise SequenceError(path, first_pack + pack, reason)
     return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
 
 
-def _list_field(
+def list_field(
     field: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """The values of a field of lists end to end, and the length of each row's list: int64 [rows].
@@ -345,7 +347,7 @@ class Reader(PackedReader):
 
     def _run_of_rows(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
         """Rows as packs, the first of which is number ``first_pack``. SequenceError where one breaks a rule."""
-        fields = [_list_field(rows.column(name), self.path, name, first_pack) for name in FIELDS]
+        fields = [list_field(rows.column(name), self.path, name, first_pack) for name in FIELDS]
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = fields
         if (pack := first_true(lengths != mask_lengths)) is not None:
             require_same_length(self.path, first_pack + pack, input_ids=lengths[pack], loss_mask=mask_lengths[pack])

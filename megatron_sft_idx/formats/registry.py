@@ -41,6 +41,7 @@ _MODULES = {
     "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
     "pbin": ("pbin", "a Modalities .pbin"),
     "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
+    "save_to_disk": ("saved_dataset", "a Hugging Face dataset of packs that convert --to save_to_disk wrote"),
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)

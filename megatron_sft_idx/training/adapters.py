@@ -1,0 +1,362 @@
+"""Data sets for other trainers: verl, NeMo Automodel and torchtitan; docs/trainers.md has a section for each.
+
+Trainers differ in where they look for what is trained. A mask of ours is aligned with labels: entry j is about
+predicting token j + 1. ``pack_row`` turns it into labels of the next token, with -100 where nothing is trained;
+``ShardSequences`` into a mask aligned with tokens, whose entry j is about token j itself. All ids and labels are
+int64: in the dtype of a shard, uint16, -100 has no place.
+
+Nothing here imports a trainer. Where a class has to derive from one of theirs, the page has the few lines that do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.packing.permutation import shuffled
+from megatron_sft_idx.shard import Pack
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.sources import require_shard_judged, require_text
+
+_IGNORED = -100
+_REMEDY = "train on them with one of the losses of docs/preferences.md"
+
+
+class PackRow(NamedTuple):
+    """One pack as a row of fixed length, filled up with id 0; ``pack_row`` makes it.
+
+    Attributes:
+        input_ids: int64 [length].
+        labels: int64 [length]: entry j is token j + 1 if it is trained, else -100. Padding has -100.
+        position_ids: int64 [length]; they restart at 0 with every sequence, and with the padding at the end of the row.
+        lengths: tokens in each sequence, int64 [sequences].
+        padded_lengths: the same with the padding behind each sequence, int64 [sequences]. The padding at the end of
+            the row is not counted.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    padded_lengths: NDArray[np.int64]
+
+
+def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
+    """A pack as a row of ``length`` positions, in which each sequence takes a multiple of ``sequence_multiple``.
+
+    Raises:
+        FormatError: the pack needs more positions, or its loss mask has weights other than 0 and 1.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> pack = Shard("data/chats")[-1]
+        >>> pack["input_ids"].tolist(), pack["loss_mask"].tolist(), pack["seq_boundaries"].tolist()
+        ([60, 61, 62, 63, 64, 65, 66, 67, 68], [1, 0, 1, 0, 0, 0, 1, 0, 0], [0, 2, 5, 9])
+        >>> row = pack_row(pack, 12)
+        >>> row.labels.tolist()
+        [61, -100, 63, -100, -100, -100, 67, -100, -100, -100, -100, -100]
+        >>> row.position_ids.tolist()
+        [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
+    """
+    ids, mask, starts = pack["input_ids"].astype(np.int64), pack["loss_mask"], pack["seq_boundaries"][:-1]
+    _require_binary(mask)
+    lengths = np.diff(pack["seq_boundaries"]).astype(np.int64)
+    padded_lengths = -(-lengths // sequence_multiple) * sequence_multiple
+    if (used := int(padded_lengths.sum())) > length:
+        raise FormatError(
+            f"a pack of {used} positions, with sequences rounded up to multiples of {sequence_multiple}, does not fit a"
+            f" row of {length}; make rows longer, or pack again for this length"
+        )
+    new_starts = np.cumsum(padded_lengths) - padded_lengths
+    places = np.arange(len(ids)) + np.repeat(new_starts - starts, lengths)
+    trained = np.flatnonzero(mask)
+    input_ids, labels = np.zeros(length, np.int64), np.full(length, _IGNORED, np.int64)
+    input_ids[places], labels[places[trained]] = ids, ids[trained + 1]
+    segment_starts, segments = np.append(new_starts, used), np.append(padded_lengths, length - used)
+    positions = np.arange(length) - np.repeat(segment_starts, segments)
+    return PackRow(input_ids, labels, positions, lengths, padded_lengths)
+
+
+def _require_binary(mask: NDArray[Any]) -> None:
+    """FormatError where a loss mask has weights other than 0 and 1."""
+    if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+        raise FormatError(
+            "a loss mask has weights other than 0 and 1, which this trainer would round; train with Megatron, or with"
+            " as_torch and weighted_loss (docs/transformers.md)"
+        )
+
+
+def _text_shards(source: Any, ignore_media: bool) -> ShardSet:
+    """The shards of a source; FormatError where these adapters are not to be trained on one of them."""
+    shards = ShardSet.open(source, same_capacity=False)
+    for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+        require_text(prefix, header.has_media, ignore_media)
+        require_shard_judged(prefix, header, (), _REMEDY)
+    return shards
+
+
+class ShardSequences(Shown, Dataset[Any]):
+    """The sequences of shards one by one, for trainers that pack by themselves.
+
+    An item is a pair of arrays [length]: the ids, int64, and the loss mask aligned with tokens, whose entry j says
+    whether token j is trained; that of the first token is 0. The mask is int64, or float32 with ``loss_weights``.
+
+    Args:
+        source: a prefix, a folder or a glob of shards, or a list of these.
+        loss_weights: allow weights other than 0 and 1.
+        ignore_media: allow shards with images or audio, whose placeholder tokens are then tokens like all others.
+
+    Raises:
+        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels, or images
+            or audio without ``ignore_media``. For an item also: its mask has weights without ``loss_weights``.
+
+    Example:
+        >>> sequences = ShardSequences("data/chats")
+        >>> sequences
+        <ShardSequences data/chats: 16 sequences>
+        >>> ids, mask = sequences[-1]
+        >>> ids.tolist(), mask.tolist()
+        ([65, 66, 67, 68], [0, 0, 1, 0])
+    """
+
+    @checked
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        loss_weights: bool = False,
+        ignore_media: bool = False,
+    ) -> None:
+        self.shards, self.loss_weights = _text_shards(source, ignore_media), loss_weights
+
+    def __len__(self) -> int:
+        return self.shards.num_sequences
+
+    def _shown(self) -> str:
+        more = f" and {len(self.shards.prefixes) - 1:,} more" if len(self.shards.prefixes) > 1 else ""
+        return f"{self.shards.prefixes[0]}{more}: {len(self):,} sequences"
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sequence(index)
+
+    def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Ids and token-aligned mask of one sequence, counted through all packs. IndexError: there is none."""
+        total = self.shards.num_sequences
+        if not -total <= index < total:
+            raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, the shards have {total}")
+        index %= total
+        before = self.shards.sequences_before
+        number = int(np.searchsorted(before, index, side="right")) - 1
+        local = index - int(before[number])
+        offsets = self.shards.shard(number).index[0]
+        at = int(np.searchsorted(offsets, local, side="right")) - 1
+        pack = self.shards.pack(number, at)
+        start, stop = pack["seq_boundaries"][local - int(offsets[at]) :][:2].tolist()
+        mask = pack["loss_mask"][start:stop]
+        if not self.loss_weights:
+            _require_binary(mask)
+        token_mask = np.zeros(stop - start, np.float32 if self.loss_weights else np.int64)
+        token_mask[1:] = mask[:-1]
+        return pack["input_ids"][start:stop].astype(np.int64), token_mask
+
+
+class VerlDataset(ShardSequences):
+    """The data set of verl's SFT trainer, as its ``data.custom_cls``: one sequence an item.
+
+    An item has ``input_ids``, ``position_ids`` and ``loss_mask``, tensors [length]. verl packs sequences by itself
+    (``data.use_dynamic_bsz``). Whole packs are not handed out, as most of its engines would not keep their sequences
+    apart.
+
+    Args:
+        parquet_files: shards, as of ``ShardSequences``: the value of ``data.train_files`` or ``data.val_files``.
+        tokenizer: not used; the shard holds ids.
+        config: the section ``data`` of the run. ``pad_mode`` must be ``no_padding``, its default. Two keys are ours:
+            ``loss_weights`` for masks with weights, which the FSDP engine multiplies by and the Megatron engine rounds;
+            and ``ignore_media``.
+        processor: not used.
+        max_samples: how many sequences to take, the first ones; -1 is all.
+
+    Raises:
+        ShardNotFoundError, FormatError: as of ``ShardSequences``; or another ``pad_mode``.
+    """
+
+    def __init__(
+        self,
+        parquet_files: Any,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        del tokenizer, processor
+        config = {} if config is None else config
+        if (pad_mode := config.get("pad_mode", "no_padding")) != "no_padding":
+            raise FormatError(f"data.pad_mode={pad_mode}: sequences come without padding; leave the option out")
+        source = parquet_files if isinstance(parquet_files, str | os.PathLike) else [*map(str, parquet_files)]
+        options = {name: bool(config.get(name, False)) for name in ("loss_weights", "ignore_media")}
+        super().__init__(source, **options)
+        self._max_samples = max_samples
+
+    def __len__(self) -> int:
+        total = super().__len__()
+        return total if self._max_samples < 0 else min(self._max_samples, total)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, expected 0 to {len(self) - 1}")
+        ids, mask = self.sequence(index)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": torch.from_numpy(mask),
+        }
+
+
+class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
+    """The data set of NeMo Automodel with ``packed_sequence.prepacked``, for its ``packed_sequence_thd_collater``.
+
+    An item is a pack as a row of ``seq_length`` positions: ``input_ids``, ``labels`` and ``position_ids``, lists of
+    numbers [seq_length], the labels those of the next token; ``seq_lens`` and ``seq_lens_padded``, lists
+    [sequences]. The padding at the end of a row counts as padding of its last sequence.
+
+    Args:
+        source: as of ``ShardSequences``; Automodel's ``dataset.source``.
+        seq_length: positions in a row, the same as ``packed_sequence.packed_sequence_size``.
+        sequence_multiple: under context parallelism, twice its size: each sequence is filled up to a multiple. Pack
+            with ``--sequence-multiple`` of the same number, so that the packs fit.
+        ignore_media: as of ``ShardSequences``.
+
+    Raises:
+        ShardNotFoundError, FormatError: as of ``ShardSequences``; or a pack may not fit ``seq_length``, or that is no
+            multiple of ``sequence_multiple``. For an item also: its mask has weights.
+
+    Example:
+        >>> item = AutomodelPacks("data/chats", 16)[6]
+        >>> item["seq_lens"], item["seq_lens_padded"]
+        ([2, 3, 4], [2, 3, 11])
+    """
+
+    @checked
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        seq_length: int,
+        *,
+        sequence_multiple: int = 1,
+        ignore_media: bool = False,
+    ) -> None:
+        if seq_length < 1 or sequence_multiple < 1 or seq_length % sequence_multiple:
+            raise FormatError(
+                f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: rows are a multiple, from 1 on"
+            )
+        self.shards = _text_shards(source, ignore_media)
+        _require_rows(self.shards, seq_length)
+        self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def _shown(self) -> str:
+        return f"{self.shards.prefixes[0]}: {len(self):,} rows of {self.seq_length:,}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = pack_row(self.shards[index], self.seq_length, self.sequence_multiple)
+        padded = row.padded_lengths.tolist()
+        padded[-1] += self.seq_length - sum(padded)
+        return {
+            "input_ids": row.input_ids.tolist(),
+            "labels": row.labels.tolist(),
+            "position_ids": row.position_ids.tolist(),
+            "seq_lens": row.lengths.tolist(),
+            "seq_lens_padded": padded,
+        }
+
+
+class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
+    """Packs for a torchtitan data loader, without end, and with the state that its checkpoints keep.
+
+    A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. The labels are those of
+    the next token. Padding at the end of a row has positions from 0 on: a sequence by itself, without a label. Every
+    epoch is in another order. All ranks take the same number of samples from it: rank r of n takes every nth sample.
+
+    Args:
+        source: as of ``ShardSequences``.
+        seq_length: positions in a row, torchtitan's ``training.seq_len``.
+        rank: of this process among those with different data.
+        world_size: how many these are.
+        seed: of the orders.
+        ignore_media: as of ``ShardSequences``.
+
+    Raises:
+        ShardNotFoundError, FormatError: as of ``AutomodelPacks``.
+
+    Example:
+        >>> inputs, labels = next(iter(TorchtitanPacks("data/chats", 12)))
+        >>> inputs["input"].shape, inputs["positions"].shape, labels.shape
+        (torch.Size([12]), torch.Size([12]), torch.Size([12]))
+    """
+
+    @checked
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        seq_length: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        ignore_media: bool = False,
+    ) -> None:
+        self.shards = _text_shards(source, ignore_media)
+        _require_rows(self.shards, seq_length)
+        self.seq_length, self.rank, self.world_size, self.seed = seq_length, rank, world_size, seed
+        self._taken = 0  # samples that this process, or this worker of it, has handed out
+
+    def _shown(self) -> str:
+        return f"{self.shards.prefixes[0]}: rows of {self.seq_length:,}, rank {self.rank} of {self.world_size}"
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        worker = get_worker_info()
+        part, parts = (self.rank, self.world_size)
+        if worker is not None:
+            part, parts = part + worker.id * self.world_size, parts * worker.num_workers
+        packs, shuffled_epoch, order = len(self.shards), -1, np.empty(0, np.int64)
+        while True:
+            epoch, at = divmod(self._taken * parts + part, packs)
+            if shuffled_epoch != epoch:
+                order, shuffled_epoch = shuffled(packs, self.seed, epoch), epoch
+            row = pack_row(self.shards[int(order[at])], self.seq_length)
+            self._taken += 1
+            inputs = {"input": torch.from_numpy(row.input_ids), "positions": torch.from_numpy(row.position_ids)}
+            yield inputs, torch.from_numpy(row.labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank has come, and in which shards."""
+        return {"taken": self._taken, "fingerprint": self.shards.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called. FormatError: that was with other shards."""
+        if state["fingerprint"] != self.shards.fingerprint:
+            raise FormatError(f"{self.shards.prefixes[0]}: the checkpoint is of a run on other shards")
+        self._taken = int(state["taken"])
+
+
+def _require_rows(shards: ShardSet, seq_length: int) -> None:
+    """FormatError where there are no packs, or one is longer than a row."""
+    if not len(shards):
+        raise FormatError(f"{shards.prefixes[0]}: has no packs")
+    for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+        if header.longest_pack > seq_length:
+            raise FormatError(
+                f"{prefix}: its longest pack has {header.longest_pack} tokens, more than seq_length {seq_length}"
+            )
