@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from chats import preprocess
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torchruns import torchrun
 
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -58,6 +60,9 @@ ROOM = "--max-seqlen-per-dp-cp-rank"
 DISPATCHER = ("--moe-token-dispatcher-type", "alltoall")
 SCHEDULER = (*SINGLES, *DISPATCHER, "--sequence-packing-scheduler", "dp_balanced", ROOM)
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
+WEB = ("0.3", "pretrain:{}/web", *EVALUATED)
+MIXED = ("--data-path", "0.5", "{}/chats", "0.2", "{}/others", *WEB)
+MIXED_PADDED = ("--data-path", "0.7", "{}/padded", *WEB)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,22 @@ GPT = {
         ranks=2,
         round=2,
     ),
+    "pretraining": Setup(MIXED, like=None),
+    "pretraining, micro-batch 2": Setup((*MIXED, "--micro-batch-size", "2"), "pretraining"),
+    "pretraining, DP 2": Setup(MIXED, "pretraining", ranks=2),
+    "pretraining, TP 2": Setup((*MIXED, "--tensor-model-parallel-size", "2"), "pretraining", ranks=2),
+    "pretraining, padded to 4": Setup(MIXED_PADDED, like=None),
+    "pretraining, CP 2, micro-batch 2": Setup(
+        (*MIXED_PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "pretraining, padded to 4", ranks=2
+    ),
+    "pretraining, killed": Setup(
+        (*MIXED, "--save", "{}/mixed {model}", "--save-interval", str(SAVED)), more={"kill_after": KILLED}, round=1
+    ),
+    "pretraining, resumed": Setup((*MIXED, "--load", "{}/mixed {model}"), "pretraining", round=2),
+    "pretraining, resumed by DP 2": Setup((*MIXED, "--load", "{}/mixed {model}"), "pretraining", ranks=2, round=2),
+    "pretraining, resumed by PP 2": Setup(
+        (*MIXED, "--load", "{}/mixed {model}", "--pipeline-model-parallel-size", "2"), "pretraining", ranks=2, round=2
+    ),
     "one sequence a row": Setup(SINGLES, like=None),
     "boundaries ignored": Setup(more={"wrong": "one segment"}),
     "mask one late": Setup(more={"wrong": "mask late"}),
@@ -155,9 +176,9 @@ def hybrid_setups(setups: dict[str, Setup]) -> dict[str, Setup]:
         of_hybrid(name): replace(setup, model="Hybrid", like=setup.like and of_hybrid(setup.like))
         for name, setup in setups.items()
     }
-    stages = of_hybrid("blend, resumed by PP 2")
     split = ("--hybrid-layer-pattern", "*-|*-")
-    made[stages] = replace(made[stages], options=(*made[stages].options, *split))
+    for stages in map(of_hybrid, ("blend, resumed by PP 2", "pretraining, resumed by PP 2")):
+        made[stages] = replace(made[stages], options=(*made[stages].options, *split))
     from_gpt = (*BLEND, "--load", "{}/killed GPT")
     made["Hybrid, from a checkpoint of GPT"] = Setup(from_gpt, "blend, split, evaluation", "Hybrid", round=2)
     return made
@@ -184,7 +205,10 @@ SETUPS = all_setups()
 
 
 def prepare(folder: Path) -> None:
-    """The demo's chats as shards: packed, with weights, packed otherwise, padded for CP 2, and one sequence a pack."""
+    """The demo's chats as shards: packed, with weights, packed otherwise, padded for CP 2, and one sequence a pack.
+
+    And pretraining data: documents of random tokens.
+    """
     for name, options in {"chats": (), "others": ("--seed", 7), "padded": ("--sequence-multiple", 4)}.items():
         outcome = preprocess(folder / name, *options, capacity=LENGTH)
         assert outcome.code == 0, outcome.err
@@ -198,6 +222,11 @@ def prepare(folder: Path) -> None:
         for pack, start, stop in islice(segments, SEQUENCES):
             writer.add_pack(pack["input_ids"][start:stop], pack["loss_mask"][start:stop], [0])
         writer.finalize()
+    rng, documents = np.random.default_rng(43), IndexedDatasetBuilder(f"{folder}/web.bin", dtype=np.int32)
+    for length in rng.integers(1, 2000, 60):
+        documents.add_item(torch.from_numpy(rng.integers(0, VOCABULARY - 1, length)))
+        documents.end_document()
+    documents.finalize(f"{folder}/web.idx")
 
 
 def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:

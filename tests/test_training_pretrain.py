@@ -32,7 +32,7 @@ from megatron_setups import (
 )
 
 LOSS, NORM, ANOTHER = 1e-6, 1e-4, 1e-4
-OTHERS = (*WRONG, *REFUSED, "scheduler, no room given", "blend, killed")
+OTHERS = (*WRONG, *REFUSED, "scheduler, no room given", "blend, killed", "pretraining, killed")
 HYBRID = {name for name, setup in SETUPS.items() if setup.model == "Hybrid"}
 RIGHT = [name for name in SETUPS if name not in {*OTHERS, *map(of_hybrid, OTHERS)}]
 # Of HybridModel, what other tests here need, and others in which it is trained by two processes.
@@ -52,6 +52,14 @@ def both(names: Iterable[str]) -> list[Any]:
     return marked(name for each in names for name in (each, of_hybrid(each)) if name in SETUPS)
 
 
+def folder_of(name: str, option: str) -> str | None:
+    """The folder of checkpoints that a set-up is given by an option."""
+    setup = SETUPS[name]
+    if option not in setup.options:
+        return None
+    return setup.options[setup.options.index(option) + 1].replace("{model}", setup.model)
+
+
 def needed(names: Iterable[str]) -> list[str]:
     """These set-ups, those that they are compared with, and those whose checkpoints they load, in their order."""
     found: set[str] = set()
@@ -62,8 +70,8 @@ def needed(names: Iterable[str]) -> list[str]:
         found.add(name)
         setup = SETUPS[name]
         waiting += [setup.like] if setup.like else []
-        if "resumed" in name:
-            waiting.append(of_hybrid("blend, killed") if setup.model == "Hybrid" else "blend, killed")
+        if "--load" in setup.options:
+            waiting += [each for each in SETUPS if folder_of(each, "--save") == folder_of(name, "--load")]
     return [name for name in SETUPS if name in found]
 
 
