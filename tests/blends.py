@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
@@ -28,6 +31,17 @@ def packs_of(count: int, salt: int = 0) -> list[Sample]:
 def write_packs(prefix: Path, count: int, salt: int = 0, **options: Any) -> str:
     write_samples(prefix, packs_of(count, salt), **{"capacity": CAPACITY, **options})
     return str(prefix)
+
+
+def write_documents(prefix: Path, lengths: Sequence[int], first: int = 50_000, dtype: Any = np.int32) -> str:
+    """A stock dataset, whose tokens count on from document to document."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for length in lengths:
+        builder.add_item(torch.arange(first, first + length))
+        builder.end_document()
+        first += length
+    builder.finalize(f"{prefix}.idx")
+    return f"pretrain:{prefix}"
 
 
 def config_of(blend: Any = None, split: str | None = None, **options: Any) -> PackedSFTDatasetConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blends import CAPACITY, build, config_of, digest_of, packs_of, write_packs
+from blends import CAPACITY, build, config_of, digest_of, packs_of, write_documents, write_packs
 from packs import write_samples
 
 # Each process does all jobs, since starting one takes seconds.
@@ -85,12 +85,26 @@ def arguments(folder: Path, cache: str) -> dict[str, Any]:
     return {**path, "seq_length": CAPACITY, "seed": 7}
 
 
+def mixed(folder: Path, cache: str) -> dict[str, Any]:
+    """The same with pretraining data."""
+    return {
+        **arguments(folder, f"mixed-{cache}"),
+        "data_path": ["0.7", str(folder / "a"), "0.3", f"pretrain:{folder}/web"],
+    }
+
+
+def mixed_sets(folder: Path) -> dict[str, Any]:
+    sets = [([str(folder / "a"), f"pretrain:{folder}/web"], [0.7, 0.3]), None, None]
+    return {"blend_per_split": sets, "path_to_cache": str(folder / "mixed")}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_packs(folder / "a", 30, 0)
     write_packs(folder / "b", 50, 1)
     write_samples(folder / "corpus", packs_of(80), capacity=CAPACITY)
+    write_documents(folder / "web", [40] * 50)
     return folder
 
 
@@ -112,7 +126,14 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
         "too long to pack": {**single, "options": {"sequence_length": 8, "index_only_packing": True}},
         "after": {**single, "options": {}},
         **{name: {"args": arguments(folder, cache), **BLEND_SIZES} for name, cache in CACHES.items()},
-    }
+        **{f"mixed, {name}": {"args": mixed(folder, cache), **BLEND_SIZES} for name, cache in CACHES.items()},
+        "mixed, fast": {
+            "blend": None, "split": None, "sizes": [30, 0, 0], "consumed": 0,
+            "options": {**cached, **mixed_sets(folder), "fast_cache_load": True, "defer_npy_index_mmap": True},
+        },
+    }  # fmt: skip
+    jobs["mixed, slow"] = {**jobs["mixed, fast"], "options": {**cached, **mixed_sets(folder)}}
+    jobs["mixed, fast"] = jobs.pop("mixed, fast")  # which reads what that one wrote
     return run(folder, jobs)
 
 
@@ -162,3 +183,16 @@ def test_an_error_reaches_every_rank_and_nobody_waits(ranks: list[dict[str, Any]
     assert "8" in ranks[0][job]["error"]
     assert ranks[0][job] == ranks[1][job]
     assert len(of_all(ranks, "after")) == 64
+
+
+def test_pretraining_data_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    found, paths = of_all(ranks, "mixed, shared"), [str(folder / "a"), f"pretrain:{folder}/web"]
+    alone = build(config_of((paths, [0.7, 0.3]), "90,10,0", plan_cache=str(folder / "alone")), (60, 8, 0))[0]
+    assert found == rows_of(alone)
+    assert of_all(ranks, "mixed, slow") == of_all(ranks, "mixed, fast")
+
+
+@pytest.mark.parametrize("cache", ["of nodes", "of nodes again"])
+def test_pretraining_data_needs_a_cache_that_nodes_share(ranks: list[dict[str, Any]], cache: str) -> None:
+    for rank in ranks:
+        assert "give a folder that all nodes share" in rank[f"mixed, {cache}"]["error"]

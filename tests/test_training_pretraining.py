@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blends import CAPACITY, build, config_of, write_packs
+from blends import CAPACITY, build, config_of, write_documents, write_packs
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import DataLoader, default_collate
 
 from megatron_sft_idx.errors import FormatError
@@ -28,17 +27,6 @@ from megatron_sft_idx.training.pretraining import EveryToken
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 
 BOTH = ("pretrain:{}/web", "{}/chats")
-
-
-def write_documents(prefix: Path, lengths: Sequence[int], first: int = 50_000, dtype: Any = np.int32) -> str:
-    """A stock dataset, whose tokens count on from document to document."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for length in lengths:
-        builder.add_item(torch.arange(first, first + length))
-        builder.end_document()
-        first += length
-    builder.finalize(f"{prefix}.idx")
-    return f"pretrain:{prefix}"
 
 
 @pytest.fixture
