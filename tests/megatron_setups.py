@@ -318,10 +318,10 @@ def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> l
     For HybridModel, the last number is how far its losses are from those of GPTModel in the same set-up.
     """
     headings = f"{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
-    lines = [f"{'set-up':34}{'like':34}{headings}"]
+    lines = [f"{'set-up':38}{'like':34}{headings}"]
     for name, left in found.items():
         if left["error"]:
-            lines.append(f"{name:34}{left['error']}")
+            lines.append(f"{name:38}{left['error']}")
             continue
         like = SETUPS[name].like or "pretrain_sft.py"
         other = {"losses": script.get(name)} if like not in found else found[like]
@@ -333,7 +333,7 @@ def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> l
         alone = f"{worst:.0e} of {segments}" if segments else "-"
         gpt = found.get(name.removeprefix(of_hybrid(""))) if SETUPS[name].model == "Hybrid" else None
         to_gpt = f"{difference(left['losses'], gpt['losses']):.0e}" if gpt else "-"
-        lines.append(f"{name:34}{like:34}{len(left['losses']):6}{shown}{alone:>17}{to_gpt:>9}")
+        lines.append(f"{name:38}{like:34}{len(left['losses']):6}{shown}{alone:>17}{to_gpt:>9}")
     return lines
 
 
