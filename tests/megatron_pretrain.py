@@ -36,6 +36,7 @@ from megatron_setups import difference
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
+from megatron_sft_idx import pretrain as runner
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
@@ -60,12 +61,14 @@ class Job:
         argv: arguments of Megatron-LM, those that make it a tiny model on the CPU included.
         kill_after: this step is the last; then the process kills itself. None runs to the end.
         alone: prefix of a shard: the loss of every trained segment in its packs, alone in the model, is compared.
+        runner: whether ``python -m megatron_sft_idx.pretrain`` runs the script, which is not edited then.
         wrong: what is done wrong on purpose: ``one segment`` for the whole row, ``mask late`` by one position.
     """
 
     argv: list[str]
     kill_after: int | None = None
     alone: str | None = None
+    runner: bool = False
     wrong: str | None = None
 
 
@@ -351,7 +354,12 @@ def run(job: Job) -> Found:
 
             patch(GPTModel, "forward", forward)
         try:
-            if CHECKOUT:
+            if job.runner:
+                script = (
+                    Path(CHECKOUT, "pretrain_gpt.py") if CHECKOUT else Path(__file__).with_name("stock_pretrain.py")
+                )
+                runner.main([str(script), *job.argv])
+            elif CHECKOUT:
                 pretrain_gpt(CHECKOUT)
             else:
                 pretrain()
