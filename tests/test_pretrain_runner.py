@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sft_idx.pretrain import _divide, build_parser, main
+from megatron_sft_idx.pretrain import build_parser, divide, main
 
 ROOT = Path(__file__).parents[1]
 # What a script asks of a checkout: its own megatron.training, whichever is installed.
@@ -130,7 +130,7 @@ def test_every_option_of_the_provider_is_an_option_of_the_runner() -> None:
 
     own = {action.dest for action in build_parser()._actions} - {"help", "script"}
     assert own == {*_OPTIONS, "ignore_media", "columns"}
-    _, options, rest = _divide(build_parser(), ["x.py", "--help", "--max-sequences-per-pack=4", "--sft"])
+    _, options, rest = divide(build_parser(), ["x.py", "--help", "--max-sequences-per-pack=4", "--sft"])
     assert options == {"max_sequences_per_pack": 4}
     assert rest == ["--help", "--sft"]
 

@@ -54,7 +54,7 @@ def complaints(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def test_every_argument_about_data_is_in_one_table(parser: argparse.ArgumentParser) -> None:
-    assert len(arguments_of(parser)) > 90
+    assert len(arguments_of(parser)) > 80
     assert complaints(parser) == []
 
 
@@ -66,11 +66,8 @@ def test_an_argument_that_is_added_is_noticed(parser: argparse.ArgumentParser) -
     parser.set_defaults(fim_rate=0.75)
     (rate,) = (action for action in parser._actions if action.dest == "fim_rate")
     assert rate.default == 0.75
-    assert [complaint.partition(" ")[0] for complaint in complaints(parser)] == [
-        "--weigh-rows",
-        "fim_rate:",
-        "--shuffle-documents",
-    ]
+    first_words = sorted(complaint.partition(" ")[0] for complaint in complaints(parser))
+    assert first_words == ["--shuffle-documents", "--weigh-rows", "fim_rate:"]
 
 
 def test_what_arguments_set_are_fields() -> None:
