@@ -92,7 +92,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns the exit code: 0, 1 for data that cannot be trained on, 2 for wrong usage."""
     parser = build_parser()
-    script, options, rest = _divide(parser, list(sys.argv[1:] if argv is None else argv))
+    script, options, rest = divide(parser, list(sys.argv[1:] if argv is None else argv))
     if wrong := _script_complaint(script):
         parser.error(wrong)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _REMEDY = "give a script that does, such as Megatron-LM's pretrain_gpt.py"
 
 
-def _divide(parser: Parser, words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
+def divide(parser: Parser, words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
     """The script, this program's options for the provider, and the arguments of the script in their order."""
     begin = 0
     while begin < len(words) and words[begin].startswith("-"):

@@ -14,10 +14,12 @@ from columned import SOURCE, write_columned
 from doc_blocks import Block
 from house import LAYERS
 from megatron.core import utils as megatron_utils
+from megatron_setups import FLAGS
 from packs import demo_samples, write_samples
 from torch.utils.data import default_collate
 from training_twin import lone_process
 
+from megatron_sft_idx import pretrain
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
@@ -102,10 +104,19 @@ def check_config(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch)
     assert parsed["keep_corpus"] is True
 
 
+def check_runner(block: Block, _tmp_path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _, words = block.text.replace("\\\n", " ").partition(" -m megatron_sft_idx.pretrain ")
+    assert launched.startswith("torchrun ")
+    script, options, rest = pretrain.divide(pretrain.build_parser(), words.split())
+    assert (script, options, rest[0]) == ("Megatron-LM/pretrain_gpt.py", {}, "--data-path")
+    assert set(FLAGS) <= set(rest)
+
+
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
     "python columns": check_columns,
     "python get_batch": check_get_batch,
     "python tp_rank": check_tp_rank,
+    "sh runner": check_runner,
     "text files": check_files,
     "text layers": check_layers,
     "yaml config": check_config,

@@ -20,7 +20,7 @@ LAYERS = [
     {"formats"},
     {"dataset", "builder"},
     {"tokenize", "produce", "inspect", "live", "training"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "pretrain"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]

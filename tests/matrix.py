@@ -21,7 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 MADE_FROM = ("pyproject.toml", "setup.py", "constraints.txt")
-TESTS = ("megatron_faces", "bridge_*", "training_*", "live_*", "streaming_*", "chunk_folder", "pretrain_script")
+TESTS = (
+    "megatron_faces",
+    "bridge_*",
+    "training_*",
+    "live_*",
+    "streaming_*",
+    "chunk_folder",
+    "pretrain_script",
+    "pretrain_runner",
+)
 # Installed without what it asks for, CUDA kernels and 30 packages, of which its data modules need one.
 BRIDGE = {"3.12": ("megatron-bridge", ("datasets",))}
 # One that can make environments and compile: pyenv has shims that run nothing, systems a Python without headers.

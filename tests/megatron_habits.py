@@ -70,6 +70,7 @@ VALUES = {
     "eval_iters": "0",
     "mock_data": None,
     "sample_rate": "0.5",
+    "data_per_class_fraction": "0.5",
     "eval_interval": "5",
     "start_eval_at_iter": "10",
     "eval_global_batch_size": "8",
@@ -331,7 +332,6 @@ def command_of(habit: Habit, folder: Path) -> list[str]:
 
 def run(argv: list[str], ranks: int = 1) -> Found:
     """Parse and check arguments as Megatron does, build its data loaders, and read the first batches."""
-    from megatron.core import parallel_state
     from megatron.training import arguments, training
 
     from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
@@ -350,6 +350,8 @@ def run(argv: list[str], ranks: int = 1) -> Found:
         entered.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(ranks), "RANK": "0"}))
         entered.enter_context(contextlib.redirect_stdout(io.StringIO()))
         entered.enter_context(contextlib.redirect_stderr(said))
+        # Groups of processes are made once: each has threads, which nothing ends.
+        entered.enter_context(mock.patch.object(training, "destroy_model_parallel"))
         entered.callback(training.destroy_global_state)
         try:
             args = arguments.parse_and_validate_args()
@@ -357,7 +359,6 @@ def run(argv: list[str], ranks: int = 1) -> Found:
             return Found("Megatron", said.getvalue().strip().splitlines()[-1].partition("error: ")[2])
         except Exception as error:
             return Found("Megatron", f"{type(error).__name__}: {error}")
-        parallel_state.initialize_model_parallel()
         training.update_train_iters(args)
         args.iteration = 0
         try:
@@ -382,6 +383,7 @@ def is_as_expected(habit: Habit, found: Found, folder: Path) -> bool:
 @contextlib.contextmanager
 def one_rank() -> Iterator[Path]:
     """While entered, this process is all ranks, has no GPU that Megatron would miss, and a folder with all data."""
+    from megatron.core import parallel_state
     from megatron_pretrain import without_cuda
 
     with tempfile.TemporaryDirectory() as name:
@@ -391,8 +393,10 @@ def one_rank() -> Iterator[Path]:
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             with without_cuda():
+                parallel_state.initialize_model_parallel()
                 yield folder
         finally:
+            parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
 
 

@@ -37,6 +37,7 @@ from megatron_attention import Attention, partitioned
 from megatron_setups import difference
 from torch import Tensor
 
+from megatron_sft_idx import pretrain as runner
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
@@ -60,6 +61,7 @@ class Job:
         hybrid: the model is HybridModel, not GPTModel.
         kill_after: this step is the last; then the process kills itself. None runs to the end.
         alone: prefix of a shard: the loss of every trained segment in its packs, alone in the model, is compared.
+        runner: whether ``python -m megatron_sft_idx.pretrain`` runs the script, which is not edited then.
         wrong: what is done wrong on purpose: ``one segment`` for the whole row, ``mask late`` by one position.
     """
 
@@ -67,6 +69,7 @@ class Job:
     hybrid: bool = False
     kill_after: int | None = None
     alone: str | None = None
+    runner: bool = False
     wrong: str | None = None
 
 
@@ -306,9 +309,14 @@ def pretrain(job: Job) -> None:
     training.pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 
+def script_of(job: Job, checkout: str) -> Path:
+    """The script of a checkout for the model of a job."""
+    return Path(checkout, "pretrain_hybrid.py" if job.hybrid else "pretrain_gpt.py")
+
+
 def run_script(job: Job, checkout: str) -> None:
     """The script of a checkout for this model, with one import in place of its provider."""
-    path = Path(checkout, "pretrain_hybrid.py" if job.hybrid else "pretrain_gpt.py")
+    path = script_of(job, checkout)
     source = path.read_text(encoding="utf-8")
     source = source.replace("def train_valid_test_datasets_provider", "def the_stock_one")
     source = source.replace(
@@ -364,7 +372,10 @@ def run(job: Job) -> Found:
 
             patch(trained, "forward", forward)
         try:
-            if CHECKOUT:
+            if job.runner:
+                script = script_of(job, CHECKOUT) if CHECKOUT else Path(__file__).with_name("stock_pretrain.py")
+                runner.main([str(script), *job.argv])
+            elif CHECKOUT:
                 run_script(job, CHECKOUT)
             else:
                 pretrain(job)

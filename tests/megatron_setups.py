@@ -92,6 +92,8 @@ class Setup:
 GPT = {
     "one process": Setup(like=None, more={"alone": "{}/chats"}),
     "micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), more={"alone": "{}/chats"}),
+    "runner": Setup(more={"runner": True}),
+    "runner, DP 2": Setup(ranks=2, more={"runner": True}),
     "DP 2": Setup(ranks=2),
     "DP 2, micro-batch 2": Setup((*CHATS, "--micro-batch-size", "2"), ranks=2),
     "TP 2": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2),

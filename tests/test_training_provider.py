@@ -245,3 +245,80 @@ def test_a_file_in_place_of_a_prefix_says_what_makes_a_shard_of_it(tmp_path: Pat
     verbs = ["convert"] if name == "packs.npy" else ["preprocess --input", "convert"]
     for verb in verbs:
         assert f"megatron-sft-idx {verb} {path} " in str(caught.value)
+
+
+def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: Path) -> None:
+    def said(path: Path) -> str:
+        with pytest.raises(FormatError) as caught:
+            config_from_args(arguments(data_path=[str(path)]))
+        return str(caught.value)
+
+    for ending in (".bin", ".idx"):
+        (shards / f"stock{ending}").write_bytes((shards / f"a{ending}").read_bytes())
+    for path in (shards / "stock", shards / "stock.bin", shards / "stock.idx"):
+        assert f"give --data-path pretrain:{shards / 'stock'}, or " in said(path)
+    assert f"convert {shards / 'stock'} {shards / 'stock'}-sft --mask-rule all" in said(shards / "stock")
+    for name in ("rows", "arrow", "above/below", "empty"):
+        (shards / name).mkdir(parents=True)
+    with pytest.raises(ShardNotFoundError, match=r"holds no shard of its own$"):
+        config_from_args(arguments(data_path=[str(shards / "empty")]))
+    (shards / "rows/part-1.jsonl.gz").touch()
+    (shards / "arrow/dataset_info.json").touch()
+    write_samples(shards / "above/below/a", demo_samples(2), capacity=32)
+    for name, remedy in {
+        "rows": f"preprocess --input '{shards / 'rows'}/*.jsonl.gz' --tokenizer PATH",
+        "arrow": f"preprocess --input {shards / 'arrow'} --tokenizer PATH",
+        "above": f"name the one with shards: {shards / 'above/below'}",
+    }.items():
+        with pytest.raises(ShardNotFoundError) as caught:
+            config_from_args(arguments(data_path=[str(shards / name)]))
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"train_data_path": ["{}/a"], "split": "90,10,0"}, "--split 90,10,0 divides .* --train-data-path is given"),
+        ({"data_path": ["{}/a"], "multiple_validation_sets": True}, "--multiple-validation-sets: .* --full-validation"),
+        (
+            {"data_path": ["1", "{}/a", "1", "{}/b"], "full_validation": True},
+            "--full-validation .* leave the weights out",
+        ),
+        ({"data_args_path": "{}/none"}, "--data-args-path .*none: No such file"),
+        ({"data_args_path": "{}/a.bin"}, "--data-args-path .*a.bin: no text"),
+        (
+            {"per_split_data_args_path": "{}/words"},
+            "--per-split-data-args-path .*words: no JSON object; write one such",
+        ),
+        ({"data_path": ["{}/a"], "mock_data": True}, "--mock-data trains on made-up rows; leave it out"),
+        ({"data_path": ["{}/a"], "fim_rate": 0.4}, "--fim-rate 0.4 is for --fim-data"),
+        ({"data_path": ["{}/a"], "data_sharding": False}, "--no-data-sharding is for --dataloader-type cyclic"),
+        ({"data_path": ["{}/a"], "dataloader_fast_cache_load": True}, "--data-cache-path must be provided when using"),
+    ],
+)
+def test_what_would_be_ignored_or_end_in_a_traceback_is_refused(
+    shards: Path, given: dict[str, Any], shown: str
+) -> None:
+    (shards / "words").write_text("0.5 a 0.5 b")
+    (shards / "a.bin").write_bytes(b"\xff\xfe" + (shards / "a.bin").read_bytes()[2:])
+    in_folder = json.loads(json.dumps(given).replace("{}", str(shards)))
+    with pytest.raises(FormatError, match=shown):
+        train_valid_test_datasets_provider(
+            [20, None if given.get("full_validation") else 0, 0], args=arguments(**in_folder)
+        )
+
+
+def test_fields_that_megatron_has_flags_for_are_set(shards: Path) -> None:
+    config = config_from_args(
+        arguments(data_path=[str(shards / "a")], data_cache_path=str(shards / "cache"), mid_level_dataset_surplus=0.25,
+                  dataloader_defer_npy_index_mmap=True)
+    )  # fmt: skip
+    assert (config.mid_level_dataset_surplus, config.defer_npy_index_mmap) == (0.25, True)
+
+
+def test_an_index_that_is_opened_late_has_to_be_there(shards: Path) -> None:
+    paths = ["1", str(shards / "a"), "1", str(shards / "b")]
+    args = arguments(data_path=paths, split="1,0,0", data_cache_path=str(shards / "cache"))
+    args.dataloader_defer_npy_index_mmap = True
+    with pytest.raises(FormatError, match=r"--dataloader-defer-npy-index-mmap: .* is not there"):
+        train_valid_test_datasets_provider([30, 0, 0], args=args)

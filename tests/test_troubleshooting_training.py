@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from troubles import Scenes, chat, quoted, scene, some_shards
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.training.provider import build_datasets
+from megatron_sft_idx.training.provider import build_datasets, train_valid_test_datasets_provider
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         silent["messages"][1]["train"] = False
         few = preprocess(Path("data/few"), "--packing", "none", rows=[chat(), silent], capacity=64)
         assert few.code == 0
+        for ending in (".bin", ".idx"):
+            shutil.copy(f"data/chats{ending}", f"data/stock{ending}")
         yield here
 
 
@@ -39,6 +42,14 @@ def built(*paths: str, split: str = "1,0,0", length: int = 1024, cache: str | No
     args = Namespace(data_path=list(paths), split=split, seq_length=length, seed=1, data_cache_path=cache, **more)
     with pytest.raises(SFTIndexError) as error:
         build_datasets(args, [8, 8, 0], **fields)
+    return str(error.value)
+
+
+def evaluated(*paths: str, split: str = "1,0,0") -> str:
+    """What the provider says where more is evaluated than there are rows."""
+    args = Namespace(data_path=list(paths), split=split, seq_length=1024, seed=1, data_cache_path=None, eval_iters=2)
+    with pytest.raises(SFTIndexError) as error:
+        train_valid_test_datasets_provider([8, 1000, 0], args=args)
     return str(error.value)
 
 
@@ -121,6 +132,9 @@ def test_what_training_says(
         "capacity is 2048": lambda: built("1", "data/chats", "1", "data/long", length=2048),
         "tokenized with": lambda: built("data/chats", tokenizer_fingerprint="another"),
         "the valid split is empty": lambda: built("data/chats", split="99,1,0"),
+        "nothing to validate on": lambda: evaluated("data/chats"),
+        "only its .bin": lambda: built("data/stock"),
+        "paths without weights": lambda: evaluated("data/chats", "data/chats", split="50,50,0"),
         "rows of 4096": lambda: warned(caplog, "data/chats", 4096),
         "1 of 2 ": lambda: warned(caplog, "data/few", 64),
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
