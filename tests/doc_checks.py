@@ -19,6 +19,7 @@ from megatron.core import utils as megatron_utils
 from packs import demo_samples, write_samples
 from test_bridge_collate import expected, packed_collate, trained
 from torch.utils.data import default_collate
+from trainer_glue import GLUE
 from training_twin import lone_process
 
 from megatron_sft_idx.cli.main import build_parser
@@ -138,6 +139,7 @@ def check_config(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch)
 
 
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
+    **GLUE,
     "python bridge": check_bridge,
     "python columns": check_columns,
     "python get_batch": check_get_batch,
