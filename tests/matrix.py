@@ -32,13 +32,28 @@ TRAINERS = {
     "trl": ("trl==1.16.0", ()),
     "torchtitan": (
         "torchtitan==0.3.0",
-        ("datasets", "einops", "spmd-types==0.2.3", "torch-checkpointing==0.1.1", "torchdata==0.11.0", "triton", "tyro"),
+        (
+            "datasets",
+            "einops",
+            "spmd-types==0.2.3",
+            "torch-checkpointing==0.1.1",
+            "torchdata==0.11.0",
+            "triton",
+            "tyro",
+        ),
     ),
     "nemo-automodel": ("nemo-automodel==0.7.0", ("datasets", "torchdata==0.11.0", "transformers==5.18.0")),
     "llamafactory": (
         "llamafactory==0.9.5",
         (
-            *("accelerate==1.11.0", "av", "datasets==4.0.0", "dill==0.3.8", "fsspec==2025.3.0", "huggingface-hub==1.23.0"),
+            *(
+                "accelerate==1.11.0",
+                "av",
+                "datasets==4.0.0",
+                "dill==0.3.8",
+                "fsspec==2025.3.0",
+                "huggingface-hub==1.23.0",
+            ),
             *("multiprocess==0.70.16", "omegaconf", "peft==0.18.1", "tokenizers==0.22.2", "transformers==5.6.0"),
             "trl==0.24.0",
         ),
@@ -46,7 +61,14 @@ TRAINERS = {
     "verl": (
         "verl==0.9.1",
         (
-            *("accelerate", "codetiming", "datasets==4.0.0", "dill==0.3.8", "fsspec==2025.3.0", "huggingface-hub==1.23.0"),
+            *(
+                "accelerate",
+                "codetiming",
+                "datasets==4.0.0",
+                "dill==0.3.8",
+                "fsspec==2025.3.0",
+                "huggingface-hub==1.23.0",
+            ),
             *("hydra-core", "multiprocess==0.70.16", "peft==0.18.1", "ray", "tensordict==0.10.0", "tokenizers==0.22.2"),
             *("torchdata==0.11.0", "transformers==5.10.2"),
         ),

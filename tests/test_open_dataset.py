@@ -62,7 +62,14 @@ def write_kind(kind: str, folder: Path, sizes: dict[str, int], packs: list[Sampl
 
 
 SIZES = {"a-2": 5, "a-9": 0, "a-10": 1, "b": 0, "c": 17}
-SUFFIXES = {"sft-idx": "", "npy": ".npy", "memmap": ".memmap", "parquet": ".parquet", "jsonl-chunks": ".chunks", "save_to_disk": ".hf"}
+SUFFIXES = {
+    "sft-idx": "",
+    "npy": ".npy",
+    "memmap": ".memmap",
+    "parquet": ".parquet",
+    "jsonl-chunks": ".chunks",
+    "save_to_disk": ".hf",
+}
 KINDS = [kind for kind in WRITABLE if kind in SUFFIXES]
 
 SAY_CAPACITY = ("sft-idx", "memmap", "parquet", "save_to_disk")

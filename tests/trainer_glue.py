@@ -119,7 +119,9 @@ def check_mcore_adapter(block: Block, tmp_path: Path, monkeypatch: pytest.Monkey
     glue = names_of(block)
     batch = glue["collate"]([glue["packs"][number] for number in range(len(glue["packs"]))])
     found = []
-    for ids, labels, numbers in zip(*(batch[n].tolist() for n in ("input_ids", "labels", "attention_mask")), strict=True):
+    for ids, labels, numbers in zip(
+        *(batch[n].tolist() for n in ("input_ids", "labels", "attention_mask")), strict=True
+    ):
         assert numbers == sorted(n for n in numbers if n) + [0] * numbers.count(0)
         for number in range(1, max(numbers) + 1):
             start, length = numbers.index(number), numbers.count(number)

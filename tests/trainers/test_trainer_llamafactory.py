@@ -16,7 +16,9 @@ from trainer_shards import ROOT, Trained, told, trained_of
 
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 
-pytest.importorskip("llamafactory", reason="llamafactory is not installed; make test-trainers has an environment for it")
+pytest.importorskip(
+    "llamafactory", reason="llamafactory is not installed; make test-trainers has an environment for it"
+)
 
 if find_spec("torchaudio") is None:  # it is imported for audio alone, and its wheels want a torch with CUDA
     sys.modules["torchaudio"] = ModuleType("torchaudio")

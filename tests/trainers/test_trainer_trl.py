@@ -56,7 +56,7 @@ def without_padding(sequences: list[Trained]) -> list[Trained]:
 
 
 def test_trl_trains_what_the_shard_says(shards: tuple[Path, Path], tmp_path: Path) -> None:
-    train, later = shards
+    train, _ = shards
     for prefix in shards:
         runner = trainer(prefix, tmp_path)
         collated = [runner.data_collator([runner.train_dataset[i]]) for i in range(len(runner.train_dataset))]

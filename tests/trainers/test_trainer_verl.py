@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,16 @@ def learnt_by_the_loss(batch: dict[str, Any]) -> list[list[bool]]:
     of_next = (log_probs.grad != 0).tolist()
     bounds = batch["input_ids"].offsets().tolist()
     assert not any(of_next[stop - 1] for stop in bounds[1:])
-    return [[False, *of_next[start : stop - 1]] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [[False, *of_next[start : stop - 1]] for start, stop in pairwise(bounds)]
 
 
 def found(prefix: Path) -> list[Trained]:
     sequences = []
     for batch in batches(prefix):
         learnt = learnt_by_the_loss(batch)
-        for ids, positions, each in zip(*(batch[n].unbind() for n in ("input_ids", "position_ids")), learnt, strict=True):
+        for ids, positions, each in zip(
+            *(batch[n].unbind() for n in ("input_ids", "position_ids")), learnt, strict=True
+        ):
             assert ids.dtype == torch.int64
             assert positions.tolist() == list(range(len(ids)))
             sequences.append(Trained(ids.tolist(), each))
