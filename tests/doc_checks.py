@@ -17,6 +17,7 @@ from megatron.core import utils as megatron_utils
 from megatron_setups import FLAGS
 from packs import demo_samples, write_samples
 from torch.utils.data import default_collate
+from trainer_glue import GLUE
 from training_twin import lone_process
 
 from megatron_sft_idx import pretrain
@@ -113,6 +114,7 @@ def check_runner(block: Block, _tmp_path: Path, _monkeypatch: pytest.MonkeyPatch
 
 
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
+    **GLUE,
     "python columns": check_columns,
     "python get_batch": check_get_batch,
     "python tp_rank": check_tp_rank,

@@ -2,6 +2,7 @@
 
 ``python tests/matrix.py megatron`` runs the tests of the faces, training and live data against each, with the Megatron
 that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
+``python tests/matrix.py trainers`` runs the tests of each trainer in an environment with that trainer, by Python 3.11.
 ``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
 ``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
 fresh environment.
@@ -33,6 +34,55 @@ TESTS = (
 )
 # Installed without what it asks for, CUDA kernels and 30 packages, of which its data modules need one.
 BRIDGE = {"3.12": ("megatron-bridge", ("datasets",))}
+# Trainers whose collators the tests run, with Python 3.11, for which torch has a small build. TRL is installed with all
+# that it asks for; the others ask for CUDA kernels, servers and web interfaces, so they are installed alone, with what
+# the tested modules import. A version stands where constraints.txt has another one, or none.
+TRAINERS = {
+    "trl": ("trl==1.16.0", ()),
+    "torchtitan": (
+        "torchtitan==0.3.0",
+        (
+            "datasets",
+            "einops",
+            "spmd-types==0.2.3",
+            "torch-checkpointing==0.1.1",
+            "torchdata==0.11.0",
+            "triton",
+            "tyro",
+        ),
+    ),
+    "nemo-automodel": ("nemo-automodel==0.7.0", ("datasets", "torchdata==0.11.0", "transformers==5.18.0")),
+    "llamafactory": (
+        "llamafactory==0.9.5",
+        (
+            *(
+                "accelerate==1.11.0",
+                "av",
+                "datasets==4.0.0",
+                "dill==0.3.8",
+                "fsspec==2025.3.0",
+                "huggingface-hub==1.23.0",
+            ),
+            *("multiprocess==0.70.16", "omegaconf", "peft==0.18.1", "tokenizers==0.22.2", "transformers==5.6.0"),
+            "trl==0.24.0",
+        ),
+    ),
+    "verl": (
+        "verl==0.9.1",
+        (
+            *(
+                "accelerate",
+                "codetiming",
+                "datasets==4.0.0",
+                "dill==0.3.8",
+                "fsspec==2025.3.0",
+                "huggingface-hub==1.23.0",
+            ),
+            *("hydra-core", "multiprocess==0.70.16", "peft==0.18.1", "ray", "tensordict==0.10.0", "tokenizers==0.22.2"),
+            *("torchdata==0.11.0", "transformers==5.10.2"),
+        ),
+    ),
+}
 # One that can make environments and compile: pyenv has shims that run nothing, systems a Python without headers.
 PROBE = """
 import ensurepip, os, sys, sysconfig, venv
@@ -73,10 +123,17 @@ def find(version: str) -> Path | None:
 
 
 def pip(python: Path | str, *arguments: object) -> None:
-    """Run pip quietly, with the versions of constraints.txt, also where it builds apart."""
-    constraints = str(ROOT / "constraints.txt")
+    """Run pip quietly, with the versions of constraints.txt, also where it builds apart.
+
+    A version that an argument names goes before that of constraints.txt.
+    """
+    named = {argument.partition("==")[0] for argument in map(str, arguments) if "==" in argument}
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     command = [python, "-m", "pip", "-qq", "--disable-pip-version-check", *map(str, arguments)]
-    subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": constraints}, cwd=ROOT, check=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.writelines(line for line in lines if line.partition("==")[0] not in named)
+        constraints.flush()
+        subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": constraints.name}, cwd=ROOT, check=True)
 
 
 def environment(name: str, found: Path, *packages: str, alone: str | None = None) -> Path:
@@ -86,7 +143,8 @@ def environment(name: str, found: Path, *packages: str, alone: str | None = None
     """
     folder = ROOT / name
     python, stamp = folder / "bin" / "python", folder / "made-from"
-    wanted = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in MADE_FROM)).hexdigest()
+    made_from = [*((ROOT / path).read_bytes() for path in MADE_FROM), repr((packages, alone)).encode()]
+    wanted = hashlib.sha256(b"".join(made_from)).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"setting up {name}, which takes minutes, and many with a torch for CUDA", flush=True)
         subprocess.run([found, "-m", "venv", folder], check=True)
@@ -126,6 +184,19 @@ def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
         names = ["megatron-core", "torch", *filter(None, [bridge])]
         asked = subprocess.run([python, "-c", VERSIONS_OF, *names], capture_output=True, text=True, check=True)
         yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, files)
+
+
+def against_trainers(pythons: dict[str, Path]) -> Iterator[str]:
+    """Each trainer, through its own collator and loader."""
+    if (found := pythons.get("3.11")) is None:
+        return
+    tools = ("--editable", ".", "hypothesis", "pyarrow", "pytest", "pytest-xdist", "torch")
+    for name, (trainer, packages) in TRAINERS.items():
+        whole = name == "trl"
+        asked = (*tools, *packages, *([trainer] if whole else []))
+        python = environment(f".venv-trainer-{name}", found, *asked, alone=None if whole else trainer)
+        file = f"tests/trainers/test_trainer_{name.removeprefix('nemo-')}.py"
+        yield run_tests(f"Python 3.11, {trainer}", python, ["-rP", file])
 
 
 def without_extras(pythons: dict[str, Path]) -> Iterator[str]:
@@ -175,13 +246,21 @@ def _make_wheel(version: str, found: Path, source: Path, here: Path) -> str:
     return f"good: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB: {', '.join(steps)}: {run.stdout.strip()}"
 
 
+TASKS = {
+    "megatron": against_megatron,
+    "trainers": against_trainers,
+    "base": without_extras,
+    "wheels": make_wheels,
+}
+
+
 def main(task: str) -> int:
     """Do it, say what it came to, and which Pythons were not there."""
     found = {version: find(version) for version in VERSIONS}
     pythons = {version: path for version, path in found.items() if path}
     outcomes = []
     try:
-        for outcome in {"megatron": against_megatron, "base": without_extras, "wheels": make_wheels}[task](pythons):
+        for outcome in TASKS[task](pythons):
             outcomes.append(outcome)
     except subprocess.CalledProcessError as error:
         outcomes.append(f"bad: {error} {error.stderr or ''}")

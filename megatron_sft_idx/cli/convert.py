@@ -60,8 +60,8 @@ to start anew.
 loss: it is an error if DST has no place for something in SRC. --lossy leaves that out instead, and prints what it
 was. .pbin has no place for loss masks and packs; memmap, parquet, jsonl-chunks and save_to_disk have none for weights
 other than 0 and 1; npy, pbin, save_to_disk, and parquet padded for Megatron-Bridge have none for columns. A column that
-some of several sources lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and jsonl-chunks do not keep the
-capacity.
+some of several sources lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and
+jsonl-chunks do not keep the capacity.
 """
 _RAW_HELP = """\
 Write the raw index of a JSON-lines file: where each row begins and how long it is. The tools of Modalities read this

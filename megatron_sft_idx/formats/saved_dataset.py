@@ -120,7 +120,14 @@ class Reader(PackedReader):
             size = os.stat(self._data).st_size
         except OSError as error:
             raise FormatError(f"{error.filename}: {error.strerror}; expected a folder with {_INFO}, {_DATA}") from None
-        names = {"num_packs": 0, "num_sequences": 0, "num_tokens": 0, "longest_pack": 0, "row_length": 1, "batch_rows": 1}
+        names = {
+            "num_packs": 0,
+            "num_sequences": 0,
+            "num_tokens": 0,
+            "longest_pack": 0,
+            "row_length": 1,
+            "batch_rows": 1,
+        }
         counts = {name: int_within(values, name, minimum, MAX_COUNT) for name, minimum in names.items()}
         if wrong := [name for name, count in counts.items() if count is None]:
             raise FormatError(f"{self.path}: {_INFO} says {wrong[0]} {values.get(wrong[0])!r}, expected a count")
@@ -129,7 +136,7 @@ class Reader(PackedReader):
         places = values.get("batches")
         batches = -(-self.num_packs // self._counts["batch_rows"])
         good = isinstance(places, list) and len(places) == batches + 1 and all(type(place) is int for place in places)
-        if not good or not 0 < places[0] or places != sorted({*places}) or places[-1] > size:
+        if not good or places[0] < 1 or places != sorted({*places}) or places[-1] > size:
             raise FormatError(f"{self.path}: {_INFO} has no place within {_DATA} for each of {batches} record batches")
         self._places: list[int] = places
         with pyarrow_errors(self._data, "Arrow"):
@@ -304,7 +311,9 @@ class Writer(PackedWriter):
         labels[np.flatnonzero(is_token)[trained + 1]] = run.tokens[trained + 1]
         row_ends = np.arange(packs + 1, dtype=np.int32) * length
         lists = [pa.ListArray.from_arrays(row_ends, values) for values in (ids, labels, attention_mask, positions)]
-        lists.append(pa.ListArray.from_arrays(np.append(0, last + 1).astype(np.int32), segment_lengths.astype(np.int32)))
+        lists.append(
+            pa.ListArray.from_arrays(np.append(0, last + 1).astype(np.int32), segment_lengths.astype(np.int32))
+        )
         data = pa.RecordBatch.from_arrays(lists, schema=self._schema).serialize()
         self._file.write(memoryview(data))
         self._places.append(self._places[-1] + data.size)
