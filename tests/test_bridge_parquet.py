@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge_modules import MISSING, bridge_folder, forget, make_bare
+from bridge_modules import CHECKOUT, MISSING, bridge_folder, forget, make_bare
 from chats import CHATS, TOKENIZER, command, preprocess, write_rows
 
 from megatron_sft_idx import SFTIndexedDataset
@@ -208,6 +208,7 @@ def test_what_they_packed_without_padding_gets_the_padding_of_theirs(
     assert len(expected) == len(chats())
 
 
+@pytest.mark.skipif(bool(CHECKOUT), reason="main's preparation marks more than 0.6.2's: docs/bridge.md, its loss")
 def test_padding_and_metadata_are_those_of_their_preparation(
     bridge: Bridge, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
