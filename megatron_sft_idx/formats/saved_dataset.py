@@ -133,7 +133,7 @@ class Reader(PackedReader):
             raise FormatError(f"{self.path}: {_INFO} says {wrong[0]} {values.get(wrong[0])!r}, expected a count")
         self._counts = {name: count for name, count in counts.items() if count is not None}
         self.num_packs = self._counts["num_packs"]
-        places = values.get("batches")
+        places: Any = values.get("batches")
         batches = -(-self.num_packs // self._counts["batch_rows"])
         good = isinstance(places, list) and len(places) == batches + 1 and all(type(place) is int for place in places)
         if not good or places[0] < 1 or places != sorted({*places}) or places[-1] > size:
@@ -332,7 +332,7 @@ class Writer(PackedWriter):
             "license": "",
             _KEY: {**self._values, "batches": self._places},
         }
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": _DATA}],
             "_fingerprint": self._file.hex()[:16],
             "_format_columns": None,
