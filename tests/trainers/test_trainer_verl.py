@@ -27,7 +27,7 @@ def batches(prefix: Path) -> Any:
     dataset = create_sft_dataset(str(prefix), config, tokenizer=None, processor=None)
     sampler = DistributedSampler(dataset, shuffle=False, num_replicas=1, rank=0)
     collate = SFTTensorCollator(DatasetPadMode.NO_PADDING)
-    return StatefulDataLoader(dataset, batch_size=4, sampler=sampler, collate_fn=collate, num_workers=2)
+    return StatefulDataLoader(dataset, batch_size=4, sampler=sampler, collate_fn=collate, num_workers=0)
 
 
 def learnt_by_the_loss(batch: dict[str, Any]) -> list[list[bool]]:
