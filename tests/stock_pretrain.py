@@ -1,12 +1,11 @@
-"""A script like Megatron-LM's pretrain_gpt.py, which no wheel has; its own data sets cannot be built."""
+"""A script like Megatron-LM's pretrain_gpt.py and pretrain_hybrid.py, which no wheel has; its own data sets cannot be built."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.training import arguments, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils, arguments, pretrain
 from megatron_pretrain import forward_step
 
 
@@ -18,5 +17,7 @@ def train_valid_test_datasets_provider(sizes: Any, vp_stage: int | None = None) 
 if __name__ == "__main__":
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     args = arguments.parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    hybrid = getattr(args, "hybrid_layer_pattern", None)
+    of_model = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, of_model(args))
     pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
