@@ -1,4 +1,4 @@
-"""A script like Megatron-LM's pretrain_gpt.py and pretrain_hybrid.py, which no wheel has; its own data sets cannot be built."""
+"""A script like those of Megatron-LM, which no wheel has; its own data sets cannot be built."""
 
 from __future__ import annotations
 
