@@ -1,4 +1,4 @@
-"""A script like Megatron-LM's for either model, which no wheel has; its own data sets cannot be built."""
+"""A script like those of Megatron-LM, which no wheel has; its own data sets cannot be built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def train_valid_test_datasets_provider(sizes: Any, vp_stage: int | None = None) 
 if __name__ == "__main__":
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     args = arguments.parse_and_validate_args()
-    is_hybrid = getattr(args, "hybrid_layer_pattern", None)
-    of_model = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+    hybrid = getattr(args, "hybrid_layer_pattern", None)
+    of_model = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
     config = argument_utils.pretrain_cfg_container_from_args(args, of_model(args))
     pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)

@@ -38,7 +38,7 @@ examples:
     megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eod-id 2 --no-columns
 
   a dataset on disk for LLaMA-Factory (tokenized_path) or TRL, which datasets.load_from_disk reads:
-    megatron-sft-idx convert data/train data/train.hf --to save_to_disk
+    megatron-sft-idx convert data/train data/train.hf --to save_to_disk --no-columns
 
   a stock Megatron dataset, to train on every token, or with the masks that a second dataset holds:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
@@ -53,9 +53,8 @@ memory: a conversion takes less than 256 MiB of heap for data of any size. Only 
 because it can only be unpickled whole. Where .npy is written, --no-verify avoids that.
 
 interruption: DST appears when the result is whole, and was read again and found equal. Until then, what was at DST
-before stays there. A conversion that was killed leaves a hidden file or folder beside DST, named .DST.tmp or
-.DST.*.tmp: remove it; the same command takes a file of the first name over. If it was writing a shard, pass --overwrite
-to start anew.
+before stays there. A conversion that was killed leaves the folder DST.building: give the same command again, which
+finishes what was whole, or begins again.
 
 loss: it is an error if DST has no place for something in SRC. --lossy leaves that out instead, and prints what it
 was. .pbin has no place for loss masks and packs; memmap, parquet, jsonl-chunks and save_to_disk have none for weights

@@ -153,6 +153,7 @@ ELSEWHERE = {
             *("tokenizer_sentencepiece_legacy", "tokenizer_sentencepiece_ignore_extra_whitespaces"),
             *("tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens", "trust_remote_code"),
             *("null_tokenizer_eod_id", "null_tokenizer_pad_id", "use_gigatoken"),
+            *("use_tokenizer_model_from_checkpoint_args", "save_tokenizer_assets"),
         ],
         _TOKENIZER,
     ),
