@@ -27,7 +27,7 @@ if __name__ == "__main__" and "MEGATRON_LM" in os.environ:
 
 import numpy as np
 import torch
-from megatron_setups import FLAGS, LENGTH, TINY, prepare
+from megatron_setups import FLAGS, LENGTH, MODELS, TINY, prepare
 
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.training.megatron_arguments import REFUSED
@@ -110,7 +110,7 @@ class Habit:
     ranks: int = 1
 
 
-BASE = [*TINY, *FLAGS]
+BASE = [*TINY, *MODELS["GPT"], *FLAGS]
 WRITTEN = [
     Habit(""),
     # splits

@@ -31,7 +31,9 @@ from doc_blocks import (
 from doc_checks import CHECKS
 from training_twin import pretrain_script
 
+from megatron_sft_idx import pretrain
 from megatron_sft_idx.cli.main import build_parser
+from megatron_sft_idx.training import megatron_arguments
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
@@ -222,20 +224,30 @@ def test_make_has_the_targets() -> None:
     assert named <= there
 
 
-# Options of other programs that the pages name.
+# Options of other programs that the pages name, beside those of Megatron-LM that are about data.
 OTHERS = {
     *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
-    *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
-    *("--pipeline-model-parallel-size", "--context-parallel-size", "--hybrid-context-parallel", "--eval-interval"),
-    *("--eval-micro-batch-size", "--sequence-packing-scheduler", "--use-varlen-dataset"),
-    *("--max-seqlen-per-dp-cp-rank", "--dynamic-context-parallel"),  # Megatron-LM
+    *("--calculate-per-token-loss", "--dynamic-context-parallel", "--moe-token-dispatcher-type", "--spec"),
+    *("--hybrid-layer-pattern", "--position-embedding-type", "--dist-ckpt-optim-fully-reshardable", "--no-load-optim"),
+    "--fim",  # with a star, for all that begin like this; all of these are Megatron-LM's
+    *("--n-samples-per-prompt", "--disable-compute-advantages-and-returns", "--rollout-top-p", "--data-source-path"),
+    *("--debug-train-only", "--prompt-data", "--rollout-function-path", "--use-dynamic-batch-size", "--loss-type"),
+    "--max-tokens-per-gpu",  # all of these are slime's
 }
+
+
+def flags_of_data() -> set[str]:
+    """Megatron-LM's arguments about data, as they are written."""
+    tables = (getattr(megatron_arguments, name) for name in ("FIELDS", "LOOKED_AT", "REFUSED", "ELSEWHERE"))
+    names = {name.replace("_", "-") for table in tables for name in table}
+    return {f"--{no}{name}" for name in names for no in ("", "no-")}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_exist(page: str) -> None:
     ours = set(pretrain_script().build_parser()._option_string_actions)
     ours |= set(bench_read.build_parser()._option_string_actions)
+    ours |= {*pretrain.build_parser()._option_string_actions, *flags_of_data()}
     (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     for verb in verbs.choices.values():
         ours |= set(verb._option_string_actions)
