@@ -2,7 +2,7 @@
 
 The script runs as ``python SCRIPT ...`` would run it. When it calls Megatron's ``pretrain()``, the data sets that it
 wanted to hand over are replaced by those of ``training.provider``. Megatron is not imported before the script's folder
-is on the search path, so that the Megatron beside the script is the one that runs.
+is on the search path, so that the Megatron next to the script is the one that runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--index-only-packing",
         action="store_true",
-        help="pack the sequences of the shards for --seq-length when training starts; nothing is written anew",
+        help="pack the sequences of the shards for --seq-length when training starts; no file is rewritten",
     )
     add("--packing-method", metavar="METHOD", help="method of --index-only-packing, as of the verb pack; default: auto")
     add("--max-sequences-per-pack", type=int, metavar="N", help="limit for --index-only-packing; default: no limit")

@@ -224,7 +224,7 @@ def test_make_has_the_targets() -> None:
     assert named <= there
 
 
-# Options of other programs that the pages name, beside those of Megatron-LM that are about data.
+# Options of other programs that the pages name, Megatron-LM's about data aside.
 OTHERS = {
     *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
     *("--calculate-per-token-loss", "--dynamic-context-parallel", "--moe-token-dispatcher-type", "--spec"),

@@ -69,8 +69,8 @@ class Corpus:
         for file in (paths.idx, paths.tokens):
             if not os.path.isfile(file):
                 raise FormatError(
-                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin beside"
-                    " it, without their endings"
+                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin, "
+                    "without their endings"
                 )
         if not recognise(prefix):
             raise FormatError(

@@ -40,7 +40,7 @@ from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDat
 logger = get_logger(__name__)
 
 _SPLITS = ("train", "valid", "test")
-# What the provider takes beside columns and media: fields of the configuration without an argument of Megatron's.
+# What the provider takes, columns and media aside: fields of the configuration without an argument of Megatron's.
 _OPTIONS = (
     *("index_only_packing", "packing_method", "max_sequences_per_pack", "padding_mask", "pad_id", "plan_cache"),
 )

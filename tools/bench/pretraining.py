@@ -1,4 +1,4 @@
-"""Pretraining data in a blend: what batches of chats cost beside it, and batches of both, next to Megatron's own.
+"""Pretraining data in a blend: what batches of chats cost next to it, and batches of both, against Megatron's own.
 
 python tools/bench/pretraining.py [--full]
 """
