@@ -118,6 +118,8 @@ def test_another_corpus_or_order_is_no_continuation(script: ModuleType, data: Pa
     assert len(run(script, options(data, "--save", save, steps=2)).losses) == 2
     with pytest.raises(FormatError, match=r"pretraining data in another order.*--train-iters"):
         run(script, options(data, "--save", save, steps=400))
+    with pytest.raises(FormatError, match=f"had --seq-length {LENGTH}, this one has --seq-length 640"):
+        run(script, options(data, "--save", save, "--seq-length", 640, steps=3))
     write_web(tmp_path / "web", 41)
     paths = ["--data-path", 0.6, data / "chats", 0.4, f"pretrain:{tmp_path}/web"]
     with pytest.raises(FormatError, match="other shards or weights"):
@@ -130,5 +132,17 @@ def test_tokens_outside_the_vocabulary_are_refused(script: ModuleType, data: Pat
     builder.end_document()
     builder.finalize(f"{tmp_path}/web.idx")
     paths = ["--data-path", 0.6, data / "chats", 0.4, f"pretrain:{tmp_path}/web"]
-    with pytest.raises(FormatError, match=f"has token {VOCABULARY}, which the model's vocabulary has not"):
+    with pytest.raises(FormatError, match=f"has token {VOCABULARY}, which is not in the model's vocabulary"):
         run(script, options(data, *paths))
+
+
+def test_so_are_those_of_validation_data(script: ModuleType, data: Path, tmp_path: Path) -> None:
+    """The first documents, of which training data is, are like all others."""
+    builder = IndexedDatasetBuilder(f"{tmp_path}/web.bin", dtype=np.int32)
+    for number in range(100):
+        builder.add_item(torch.full((600,), VOCABULARY if number >= 90 else 5))
+        builder.end_document()
+    builder.finalize(f"{tmp_path}/web.idx")
+    paths = ["--data-path", 0.6, data / "chats", 0.4, f"pretrain:{tmp_path}/web"]
+    with pytest.raises(FormatError, match=f"has token {VOCABULARY}"):
+        run(script, options(data, *paths, "--split", "90,10,0", "--eval-iters", 2, steps=2))

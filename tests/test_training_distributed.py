@@ -187,7 +187,7 @@ def test_an_error_reaches_every_rank_and_nobody_waits(ranks: list[dict[str, Any]
 
 def test_pretraining_data_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     found, paths = of_all(ranks, "mixed, shared"), [str(folder / "a"), f"pretrain:{folder}/web"]
-    alone = build(config_of((paths, [0.7, 0.3]), "90,10,0", plan_cache=str(folder / "alone")), (60, 8, 0))[0]
+    alone = build(config_of((paths, [0.7, 0.3]), "90,10,0", path_to_cache=str(folder / "alone")), (60, 8, 0))[0]
     assert found == rows_of(alone)
     assert of_all(ranks, "mixed, slow") == of_all(ranks, "mixed, fast")
 

@@ -15,6 +15,7 @@ import torch
 from blends import CAPACITY, build, config_of, write_documents, write_packs
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from torch.utils.data import DataLoader, default_collate
 
 from megatron_sft_idx.errors import FormatError
@@ -25,6 +26,7 @@ from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.losses import file_names, files_of
 from megatron_sft_idx.training.pretraining import EveryToken
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 BOTH = ("pretrain:{}/web", "{}/chats")
 
@@ -51,7 +53,7 @@ def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes
         blend=([path.removeprefix("pretrain:") for path in paths], weights),
         split=split,
         path_to_cache=str(folder / "stock"),
-        tokenizer=EveryToken(),
+        tokenizer=EveryToken(""),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -63,7 +65,7 @@ def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes
 def mixed(folder: Path, weights: Any = (0.6, 0.4), sizes: Any = (64, 0, 0), paths: Any = BOTH, **options: Any) -> Any:
     """The training data of a blend, as Megatron's builder makes it."""
     blend = paths_in(folder, *paths), None if weights is None else list(weights)
-    return build(config_of(blend, plan_cache=str(folder / "cache"), **options), sizes)
+    return build(config_of(blend, path_to_cache=str(folder / "cache"), **options), sizes)
 
 
 def is_text(row: Any) -> bool:
@@ -224,7 +226,7 @@ def test_several_corpora_and_without_weights(folder: Path) -> None:
 
 def test_per_split_paths(folder: Path) -> None:
     blends = [(paths_in(folder, *BOTH), [0.5, 0.5]), (paths_in(folder, "pretrain:{}/code"), None), None]
-    train, valid, test = build(config_of(None, blend_per_split=blends, plan_cache=str(folder / "c")), (20, 4, 0))
+    train, valid, test = build(config_of(None, blend_per_split=blends, path_to_cache=str(folder / "c")), (20, 4, 0))
     assert (len(train), test) == (20, None)
     assert all(valid[i]["tokens"][0] >= 100_000 for i in range(4))
 
@@ -245,7 +247,7 @@ def test_data_loaders_take_the_rows(folder: Path) -> None:
 def test_ids_of_sixteen_bits_and_files_that_are_read(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "web", [300], 65_000, np.uint16)
     chats = write_packs(tmp_path / "chats", 4)
-    options = {"plan_cache": str(tmp_path / "c")}
+    options = {"path_to_cache": str(tmp_path / "c")}
     for mmap in (True, False):
         blend = build(config_of(([path, chats], [0.5, 0.5]), mmap_bin_files=mmap, **options), (8, 0, 0))[0]
         values = {int(token) for i in range(8) for token in blend[i]["tokens"]}
@@ -310,7 +312,15 @@ def damaged(folder: Path, what: str) -> str:
         return "web.bin is not there"
     if what == "another file":
         idx.write_bytes(b"x" * 100)
-        return "packed SFT data"
+        return "is no index of Megatron"
+    if what in ("a longer document", "a document of less than none", "a pointer"):
+        at = {"a pointer": 34 + 60 * 4 + 8 * 7}.get(what, 34 + 4 * 7)
+        data_of_index = bytearray(idx.read_bytes())
+        data_of_index[at : at + 4] = {"a document of less than none": -5}.get(what, 100).to_bytes(
+            4, "little", signed=True
+        )
+        idx.write_bytes(data_of_index)
+        return "document [78] is said to have .* the index is damaged"
     if what == "no documents":
         write_documents(folder / "web", [])
         return "0 documents and not a token"
@@ -330,7 +340,10 @@ def damaged(folder: Path, what: str) -> str:
 FAULTS = ("cut", "longer", "index cut", "no index", "no data", "another file", "no documents", "empty documents")
 
 
-@pytest.mark.parametrize("what", [*FAULTS, "too short", "floats", "a shard"])
+DAMAGE = ("a longer document", "a document of less than none", "a pointer")
+
+
+@pytest.mark.parametrize("what", [*FAULTS, *DAMAGE, "too short", "floats", "a shard"])
 def test_what_is_no_whole_dataset_is_refused_before_anything_is_built(folder: Path, what: str) -> None:
     said = damaged(folder, what)
     with pytest.raises(FormatError, match=said):
@@ -338,8 +351,7 @@ def test_what_is_no_whole_dataset_is_refused_before_anything_is_built(folder: Pa
 
 
 @pytest.mark.parametrize("nbytes", range(34, 34 + 60 * 12, 97))
-def test_a_changed_index_is_refused_or_changes_no_place_of_the_last_document(folder: Path, nbytes: int) -> None:
-    """What is looked at is header, sizes and end: the rest of an index is Megatron's to read."""
+def test_an_index_that_is_cut_short_anywhere_is_refused(folder: Path, nbytes: int) -> None:
     os.truncate(folder / "web.idx", nbytes)
     with pytest.raises(FormatError, match="cut short or changed"):
         config_of((paths_in(folder, *BOTH), None))
@@ -365,8 +377,51 @@ def test_what_pretraining_data_has_no_place_for_is_refused(folder: Path, options
         config_of((paths, None), **options)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_indices_of_another_corpus_at_the_same_path_are_not_taken(folder: Path, named: bool) -> None:
+    """Nor is a corpus that has grown read as it was; with a cache folder, and with that next to the corpus."""
+
+    def tokens() -> set[int]:
+        paths = paths_in(folder, *BOTH)
+        options = {"path_to_cache": str(folder / "named")} if named else {}
+        blend = build(config_of((paths, None), **options), (None, None, None))[0]
+        return {int(token) for i in range(len(blend)) for token in blend[i]["tokens"]}
+
+    lengths = np.fromfile(folder / "web.idx", np.int32, 60, offset=34).tolist()
+    before = tokens()
+    for changed in ([*lengths, 64, 64], [lengths[0] - 1, *lengths[1:]], lengths[:30]):
+        write_documents(folder / "web", changed, 80_000)
+        found = {token for token in tokens() if token >= 80_000}
+        assert len(found) > sum(changed) - CAPACITY - 1
+        assert max(found) < 80_000 + sum(changed)
+    assert max(before) < 80_000
+
+
+def test_tokens_below_zero_are_refused_where_they_are_read(folder: Path) -> None:
+    write_documents(folder / "web", [200], -100)
+    blend = mixed(folder)[0]
+    with pytest.raises(FormatError, match=r"row \d+ has token -\d+"):
+        default_collate([blend[i] for i in range(len(blend))])
+
+
+def test_all_documents_are_taken_where_no_split_is_named(folder: Path) -> None:
+    config = config_of((paths_in(folder, *BOTH), None))
+    paths = paths_in(folder, BOTH[0])
+    whole = PackedSFTDataset(range(60), paths[0], None, None, Split.train, config)
+    assert len(whole) == len(mixed(folder, None, (None, None, None))[0].datasets[0])
+
+
+@pytest.mark.parametrize("paths", [BOTH, BOTH[::-1]])
+def test_a_split_of_nothing_is_refused(folder: Path, paths: tuple[str, str]) -> None:
+    with pytest.raises(FormatError, match="expected parts of all packs"):
+        config_of((paths_in(folder, *paths), None), "0,0,0")
+
+
 def test_pretraining_data_alone_is_refused(folder: Path) -> None:
-    for path, said in (("pretrain:{}/web", "no packed SFT data"), ("pretrain:s3://bucket/web", "from a disk alone")):
+    for path, said in (
+        ("pretrain:{}/web", "no packed SFT data"),
+        ("pretrain:s3://bucket/web", "on a local or shared disk"),
+    ):
         with pytest.raises(FormatError, match=said):
             config_of((paths_in(folder, path), None))
 

@@ -222,9 +222,9 @@ def test_paths_without_weights_have_rows_enough_for_all_steps(shards: Path) -> N
     [
         ("0.3 A B", "B has no weight"),
         ("0.3 A B C", "B has no weight"),
-        ("0.3 A 0.7", "0.7 stands for no path"),
-        ("A 0.3 B 0.7", "a weight comes in front of its path, and 0.3 stands behind one"),
-        ("A 0.3 B", "a weight comes in front of its path, and 0.3 stands behind one"),
+        ("0.3 A 0.7", "no path follows the weight 0.7"),
+        ("A 0.3 B 0.7", "0.3 comes after a path; write each weight in front of its path"),
+        ("A 0.3 B", "0.3 comes after a path; write each weight in front of its path"),
     ],
 )
 def test_every_path_of_a_blend_has_a_weight_or_none(shards: Path, words: str, shown: str) -> None:
@@ -288,7 +288,7 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
         ({"data_args_path": "{}/a.bin"}, "--data-args-path .*a.bin: no text"),
         (
             {"per_split_data_args_path": "{}/words"},
-            "--per-split-data-args-path .*words: no JSON object; write one such",
+            "--per-split-data-args-path .*words: expected a JSON object with keys of train, valid, test",
         ),
         ({"data_path": ["{}/a"], "mock_data": True}, "--mock-data trains on made-up rows; leave it out"),
         ({"data_path": ["{}/a"], "fim_rate": 0.4}, "--fim-rate 0.4 is for --fim-data"),

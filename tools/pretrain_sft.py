@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 try:
-    from megatron_sft_idx import PackedSFTDataset  # noqa: F401
+    from megatron_sft_idx import PackedSFTDataset
 except ImportError as error:  # torch or Megatron is missing
     raise SystemExit(f"{__file__}: {error}") from None
 
@@ -477,8 +477,9 @@ def begun(args: argparse.Namespace) -> Begun:
 
 
 def sources_of(dataset: Any) -> list[StoredPacks | PlannedPacks | PretrainingPacks]:
-    """Where the packs of a data set, or of each member of a blend, come from."""
-    return [member.source for member in getattr(dataset, "datasets", [dataset])]
+    """Where the packs of a data set, or of each member of a blend, come from; of live data, or none, nothing."""
+    members = getattr(dataset, "datasets", [dataset])
+    return [member.source for member in members if isinstance(member, PackedSFTDataset)]
 
 
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
@@ -486,10 +487,11 @@ def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     paths, weights = get_blend_from_list(args.data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
     shards = [(source.content, share) for source, share in zip(sources_of(dataset), shares, strict=True)]
-    # Packs that are planned at start-up depend on their length too.
-    length = {"--seq-length": args.seq_length} if args.repack else {}
+    # Packs that are planned at start-up, and rows of pretraining data, depend on their length too.
+    corpora = [source for source in sources_of(dataset) if isinstance(source, PretrainingPacks)]
+    length = {"--seq-length": args.seq_length} if args.repack or corpora else {}
     options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
-    orders = [source.order() for source in sources_of(dataset) if isinstance(source, PretrainingPacks)]
+    orders = [source.order() for source in corpora]
     return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards, "orders": orders}
 
 
@@ -722,9 +724,10 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
 def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Observer | None) -> list[float]:
     """Train a new model, or one from a checkpoint, and evaluate it."""
     args.vocab_size = vocabulary_of(training, args.vocab_size)
-    for source in [] if isinstance(training, LiveData) else sources_of(training):
-        if isinstance(source, PretrainingPacks):  # of which no header says how many tokens the tokenizer has
-            source.vocab_size = args.vocab_size
+    for dataset in (training, validation):
+        for source in sources_of(dataset):
+            if isinstance(source, PretrainingPacks):  # of which no header says how many tokens the tokenizer has
+                source.vocab_size = args.vocab_size
     seed_everything(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,8 @@ class _StockItems:
         for path in (paths.idx, paths.tokens):
             if not os.path.isfile(path):
                 raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
-        dtype, lengths, pointers = _read_idx(paths.idx)
+        dtype, *columns = open_idx(paths.idx)
+        lengths, pointers = (np.asarray(column, np.int64) for column in columns)
         size = os.path.getsize(paths.tokens)
         if (item := first_true(lengths < 0)) is not None:
             raise FormatError(f"{paths.idx}: item {item} has {lengths[item]} tokens; it is damaged")
@@ -77,22 +78,29 @@ class _StockItems:
         return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
-class IdxHeader(NamedTuple):
-    """What the header of an index says.
+class StockIndex(NamedTuple):
+    """What an ``.idx`` says of the items in the ``.bin`` next to it.
 
     Attributes:
-        dtype: of the values of the items.
-        items: how many there are.
+        dtype: of their values.
+        lengths: how many values each has, int32 [items].
+        pointers: the byte at which each begins, int64 [items].
     """
 
     dtype: np.dtype[Any]
-    items: int
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
 
 
-def _read_header(file: BinaryIO, path: str) -> IdxHeader:
-    """The header at the head of an open index, whose size agrees with it; errors as of ``_read_idx``."""
-    size = os.fstat(file.fileno()).st_size
-    head = file.read(IDX_HEADER_NBYTES)
+def open_idx(path: str) -> StockIndex:
+    """Map an index.
+
+    Raises:
+        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
+    """
+    size = os.path.getsize(path)
+    with open_regular(path) as file:
+        head = file.read(IDX_HEADER_NBYTES)
     if len(head) < IDX_HEADER_NBYTES or head[: len(IDX_MAGIC)] != IDX_MAGIC:
         raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is no index of Megatron's")
     _, version, code, items, documents = IDX_HEADER.unpack(head)
@@ -105,37 +113,10 @@ def _read_header(file: BinaryIO, path: str) -> IdxHeader:
             f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
             " it was cut short or changed, or is of a multimodal dataset; only text is read here"
         )
-    return IdxHeader(np.dtype(_DTYPES[code]), items)
-
-
-def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Dtype of the items, their lengths and where they begin in bytes, int64 [items] each.
-
-    Raises:
-        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
-    """
-    with open_regular(path) as file:
-        dtype, items = _read_header(file, path)
-        lengths = np.frombuffer(file.read(4 * items), "<i4").astype(np.int64)
-        pointers = np.frombuffer(file.read(8 * items), "<i8").astype(np.int64)
-    return dtype, lengths, pointers
-
-
-def read_ends(path: str) -> tuple[IdxHeader, int]:
-    """Read of an index, however long, only what its header says, and which byte of the ``.bin`` its last item ends at.
-
-    Raises:
-        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
-    """
-    with open_regular(path) as file:
-        header = _read_header(file, path)
-        if not header.items:
-            return header, 0
-        file.seek(IDX_HEADER_NBYTES + 4 * (header.items - 1))
-        length = int.from_bytes(file.read(4), "little", signed=True)
-        file.seek(IDX_HEADER_NBYTES + 4 * header.items + 8 * (header.items - 1))
-        pointer = int.from_bytes(file.read(8), "little", signed=True)
-    return header, pointer + length * header.dtype.itemsize
+    raw: Any = open_array(path, np.dtype("u1"), size, nbytes=size)
+    pointers_begin = IDX_HEADER_NBYTES + 4 * items
+    lengths = raw[IDX_HEADER_NBYTES:pointers_begin].view("<i4")
+    return StockIndex(np.dtype(_DTYPES[code]), lengths, raw[pointers_begin : pointers_begin + 8 * items].view("<i8"))
 
 
 class Reader(PackedReader):

@@ -260,7 +260,7 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
                 f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: rows are a multiple, from 1 on"
             )
         self.shards = _text_shards(source, ignore_media)
-        _require_rows(self.shards, seq_length)
+        _require_rows(self.shards, seq_length, sequence_multiple)
         self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
 
     def __len__(self) -> int:
@@ -341,22 +341,33 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
             yield inputs, torch.from_numpy(row.labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank has come, and in which shards."""
-        return {"taken": self._taken, "fingerprint": self.shards.fingerprint}
+        """How far this rank has come, and in which order of which shards."""
+        order = {"fingerprint": self.shards.fingerprint, "seed": self.seed, "world_size": self.world_size}
+        return {"taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called. FormatError: that was with other shards."""
-        if state["fingerprint"] != self.shards.fingerprint:
-            raise FormatError(f"{self.shards.prefixes[0]}: the checkpoint is of a run on other shards")
+        """Go on where ``state_dict`` was called. FormatError: of other shards or another order."""
+        own = self.state_dict()
+        if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
+            raise FormatError(
+                f"{self.shards.prefixes[0]}: the checkpoint is of a run with {changed[0]} {state.get(changed[0])}, and"
+                f" this one has {own[changed[0]]}: packs would come twice or never"
+            )
         self._taken = int(state["taken"])
 
 
-def _require_rows(shards: ShardSet, seq_length: int) -> None:
-    """FormatError where there are no packs, or one is longer than a row."""
+def _require_rows(shards: ShardSet, seq_length: int, sequence_multiple: int = 1) -> None:
+    """FormatError where there are no packs, or one may not fit a row with its sequences rounded up."""
     if not len(shards):
         raise FormatError(f"{shards.prefixes[0]}: has no packs")
     for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
         if header.longest_pack > seq_length:
             raise FormatError(
                 f"{prefix}: its longest pack has {header.longest_pack} tokens, more than seq_length {seq_length}"
+            )
+        longest = header.longest_pack + header.most_sequences * (sequence_multiple - 1)
+        if longest > seq_length and (header.sequence_multiple % sequence_multiple or header.capacity > seq_length):
+            raise FormatError(
+                f"{prefix}: its packs may not fit seq_length {seq_length} with sequences rounded up to multiples of"
+                f" {sequence_multiple}; pack it with --sequence-multiple {sequence_multiple}"
             )

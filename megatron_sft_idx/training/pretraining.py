@@ -20,18 +20,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.stock import read_ends, recognise
+from megatron_sft_idx.formats.stock import open_idx, recognise
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.lines import Shown, shown_by_fields
+from megatron_sft_idx.packs.run import first_true
 from megatron_sft_idx.shard.shard_set import running_sums
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.training.sources import Arrays, JoinedPacks, PlannedPacks, Segments, StoredPacks, WholeRows
 
 PREFIX = "pretrain:"
-# How much of either end of each file tells one dataset from another.
-_SAMPLE_NBYTES = 1 << 20
+# How much of either end of the .bin tells one dataset from another, and how many documents are looked at together.
+_SAMPLE_NBYTES, _BLOCK = 1 << 20, 1 << 20
 
 
 def is_pretraining(path: str) -> bool:
@@ -45,11 +46,11 @@ def is_pretraining(path: str) -> bool:
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A stock Megatron dataset that is there as a whole, as far as its header and the sizes of its files tell.
+    """A stock Megatron dataset that is whole, as far as its index tells.
 
     Attributes:
         prefix: of its two files.
-        content: hash of the sizes and of both ends of its files, hex, wherever they lie.
+        content: hash of the lengths of all documents, and of both ends of the ``.bin``, hex, wherever they lie.
     """
 
     prefix: str
@@ -60,42 +61,53 @@ class Corpus:
         """Look at the dataset that a path of a blend names.
 
         Raises:
-            FormatError: it is on no disk, incomplete, cut short, of something else than tokens, or is packed SFT data.
+            FormatError: it is not on a local disk, incomplete, cut short, damaged, of something else than tokens, or is
+                packed SFT data.
         """
         prefix = path.removeprefix(PREFIX)
         if is_remote(prefix):
-            raise FormatError(f"{path}: pretraining data is read from a disk alone; copy it to one")
+            raise FormatError(f"{path}: pretraining data must be on a local or shared disk; copy it to one")
         paths = ShardPaths(prefix)
         for file in (paths.idx, paths.tokens):
             if not os.path.isfile(file):
                 raise FormatError(
-                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin, "
-                    "without their endings"
+                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin,"
+                    " without their endings"
                 )
+        index = open_idx(paths.idx)
         if not recognise(prefix):
             raise FormatError(
                 f"{path}: is packed SFT data, of which pretraining would train every token, whatever its masks say;"
                 f" leave {PREFIX} out"
             )
-        header, end = read_ends(paths.idx)
-        if header.dtype.kind == "f":
-            raise FormatError(f"{path}: items of {header.dtype}, token ids are integers")
+        if index.dtype.kind == "f":
+            raise FormatError(f"{path}: items of {index.dtype}, token ids are integers")
+        nbytes, content = os.path.getsize(paths.tokens), xxhash.xxh3_128()
+        end = 0
+        for begin in range(0, len(index.lengths), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            lengths = index.lengths[block].astype(np.int64)
+            ends = end + np.cumsum(lengths) * index.dtype.itemsize
+            starts = ends - lengths * index.dtype.itemsize
+            if (wrong := first_true((lengths < 0) | (index.pointers[block] != starts))) is not None:
+                raise FormatError(
+                    f"{paths.idx}: document {begin + wrong} is said to have {lengths[wrong]} tokens from byte"
+                    f" {index.pointers[block][wrong]} of {paths.tokens}, and the one before it ends at {starts[wrong]};"
+                    " the index is damaged: restore it"
+                )
+            content.update(lengths.tobytes())
+            end = int(ends[-1])
         if not end:
-            raise FormatError(f"{path}: {header.items} documents and not a token; leave it out")
-        nbytes = os.path.getsize(paths.tokens)
+            raise FormatError(f"{path}: {len(index.lengths)} documents and not a token; leave it out")
         if end != nbytes:
             raise FormatError(
                 f"{path}: {paths.tokens} has {nbytes} bytes, and its index is of {end}; one of the two was cut"
                 " short or changed: restore them"
             )
-        content = xxhash.xxh3_128()
-        for file in (paths.idx, paths.tokens):
-            size = os.path.getsize(file)
-            content.update(size.to_bytes(8, "little"))
-            with open(file, "rb") as opened:
-                for begin in (0, max(size - _SAMPLE_NBYTES, 0)):
-                    opened.seek(begin)
-                    content.update(opened.read(_SAMPLE_NBYTES))
+        with open(paths.tokens, "rb") as tokens:
+            for begin in (0, max(nbytes - _SAMPLE_NBYTES, 0)):
+                tokens.seek(begin)
+                content.update(tokens.read(_SAMPLE_NBYTES))
         return cls(prefix, content.hexdigest())
 
     @property
@@ -105,12 +117,19 @@ class Corpus:
 
 
 class EveryToken:
-    """What ``GPTDataset`` is given for a tokenizer: one by which it masks no token, and pads with none."""
+    """What ``GPTDataset`` is given for a tokenizer, so that it masks no token.
 
-    eod = pad = -1
+    Args:
+        content: of the corpus. In the keys of Megatron's caches it tells another corpus at the same path.
+    """
+
+    # Megatron writes 0 in place of padding. These are no ids, so it finds none, and ids below 0 reach ``row``.
+    pad, eod = -(1 << 40), -(1 << 41)
     vocab_size = None
     special_tokens_dict: ClassVar[dict[str, int]] = {}
-    unique_identifiers: ClassVar[dict[str, str]] = {"class": "EveryToken"}  # in the keys of Megatron's caches
+
+    def __init__(self, content: str) -> None:
+        self.unique_identifiers = {"class": "EveryToken", "content": content}
 
 
 # ---- its rows in batches ----
@@ -182,11 +201,16 @@ class PretrainingPacks(Shown):
         """
         row = self.dataset[number]
         tokens, labels = row["tokens"], row["labels"]
+        if len(tokens) != self.capacity:
+            raise FormatError(
+                f"{self.corpus.prefix}: row {number} has {len(tokens)} tokens, expected {self.capacity}; remove the"
+                " indices of this dataset from --data-cache-path, which Megatron makes again"
+            )
         least, most = min(int(tokens.min()), int(labels.min())), max(int(tokens.max()), int(labels.max()))
         if least < 0 or (self.vocab_size is not None and most >= self.vocab_size):
             outside = least if least < 0 else most
             raise FormatError(
-                f"{self.corpus.prefix}: row {number} has token {outside}, which the model's vocabulary has not; take"
+                f"{self.corpus.prefix}: row {number} has token {outside}, which is not in the model's vocabulary; take"
                 " the tokenizer that the chats were made with, or repair the dataset"
             )
         return tokens, labels

@@ -24,7 +24,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.utils import log_single_rank
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.training.megatron_arguments import (
     FIELDS,
@@ -220,14 +220,24 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
             named = json.loads(_text_of(file, option))
         except ValueError:
             named = None
-        if not isinstance(named, dict):
-            raise FormatError(
-                f'{option} {file}: no JSON object; write one such as {{"train": ["data/a"], "valid": []}}'
-            )
-        blends = [named.get(split) for split in _SPLITS]
-        blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
+        blends = _blends_of_json(named, f"{option} {file}")
     each = [_blend_of(blend, f"--{split}-data-path") for split, blend in zip(_SPLITS, blends, strict=True)]
     return None, each if any(each) else None
+
+
+def _blends_of_json(named: Any, where: str) -> list[list[str] | None]:
+    """The words of each split's blend. FormatError: something else is in the file."""
+    form = 'such as {"train": ["0.3", "data/a", "0.7", "data/b"], "valid": "data/c"}'
+    if not isinstance(named, dict) or not named.keys() <= {*_SPLITS}:
+        raise FormatError(f"{where}: expected a JSON object with keys of {', '.join(_SPLITS)}, {form}")
+    blends: list[list[str] | None] = []
+    for split in _SPLITS:
+        words = named.get(split) or []
+        words = words.split() if isinstance(words, str) else words
+        if not isinstance(words, list) or any(type(word) not in (str, int, float) for word in words):
+            raise FormatError(f"{where}: {split} is {brief(words)}, expected a list of weights and paths, {form}")
+        blends.append([str(word) for word in words] or None)
+    return blends
 
 
 def _text_of(file: str, option: str) -> str:
@@ -249,10 +259,10 @@ def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
                 raise FormatError(f"{option}: {word} has no weight; write WEIGHT PATH for every path, or paths alone")
             if 2 * number + 1 == len(words):
                 raise FormatError(
-                    f"{option}: {word} stands for no path; write WEIGHT PATH for every path, or paths alone"
+                    f"{option}: no path follows the weight {word}; write WEIGHT PATH for every path, or paths alone"
                 )
     elif numbers := [word for word in words[1::2] if _is_number(word) and not os.path.exists(f"{word}.seq.idx")]:
-        raise FormatError(f"{option}: a weight comes in front of its path, and {numbers[0]} stands behind one")
+        raise FormatError(f"{option}: {numbers[0]} comes after a path; write each weight in front of its path")
     blend: Blend | None = get_blend_from_list(list(words))
     return blend
 

@@ -28,7 +28,7 @@ from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
-from megatron_sft_idx.training.pretraining import PREFIX, Corpus, EveryToken, PretrainingPacks, is_pretraining
+from megatron_sft_idx.training.pretraining import Corpus, EveryToken, PretrainingPacks, is_pretraining
 from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows
 from megatron_sft_idx.training.sources import (
     PlannedPacks,
@@ -104,6 +104,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     read: ReadOptions = field(default_factory=ReadOptions)
     most_sequences: int = field(init=False, default=0, repr=False)
     _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
+    _documents_cache: str | None = field(init=False, default=None, repr=False)
     _corpora: dict[str, tuple[Corpus, Any]] = field(init=False, default_factory=dict, repr=False)
 
     def _shown(self) -> str:
@@ -177,6 +178,9 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_paths(self) -> None:
         for path, split, ends in self._split_ranges():
+            if not ends[0] <= ends[1]:  # no number, or none above 0
+                what = "sequences" if self.index_only_packing else "packs"
+                raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
             if is_pretraining(path):
                 self._check_documents(path, split, ends)
                 continue
@@ -227,6 +231,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         On a cache miss megatron-core 0.16 asks for the rank to find out who writes the blend's index, and fails where
         torch.distributed is not initialised. Such an index is quickly made, so one process makes it anew every time.
         """
+        # Not plan_cache, which may be a folder on each node.
+        self._documents_cache = self.path_to_cache
         self.plan_cache = self.plan_cache or self.path_to_cache
         needed = self.fast_cache_load or self.defer_npy_index_mmap
         if self.path_to_cache and not torch.distributed.is_initialized() and not needed:
@@ -266,13 +272,13 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         """The pretraining data of a path of a blend, and Megatron's ``IndexedDataset`` of its documents."""
         if path not in self._corpora:
             corpus = Corpus.open(path)
-            documents = GPTDataset.build_low_level_dataset(corpus.prefix, self.config_of_documents(path))
+            documents = GPTDataset.build_low_level_dataset(corpus.prefix, self.config_of_documents(corpus))
             self._corpora[path] = corpus, documents
         return self._corpora[path]
 
-    def config_of_documents(self, path: str) -> GPTDatasetConfig:
-        """What Megatron's ``GPTDataset`` is told about the pretraining data of a path."""
-        blend = [path.removeprefix(PREFIX)], None
+    def config_of_documents(self, corpus: Corpus) -> GPTDatasetConfig:
+        """What Megatron's ``GPTDataset`` is told about a corpus."""
+        blend = [corpus.prefix], None
         one_for_all = self.blend is not None
         return GPTDatasetConfig(
             random_seed=self.random_seed,
@@ -280,9 +286,9 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             blend=blend if one_for_all else None,
             blend_per_split=None if one_for_all else [blend] * len(Split),
             split=self.split if one_for_all else None,
-            path_to_cache=self.plan_cache,
+            path_to_cache=self._documents_cache,
             mmap_bin_files=self.mmap_bin_files,
-            tokenizer=EveryToken(),
+            tokenizer=EveryToken(corpus.content),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -292,7 +298,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         )
 
     def _check_documents(self, path: str, split: Split, ends: tuple[float, float]) -> None:
-        """Require that a split has a row at least: of one without any, Megatron would look for more for ever."""
+        """Require that a split has a row at least: of one without any, Megatron would never stop looking for more."""
         lengths = self.open_documents(path)[1].sequence_lengths
         first, last = (round(end * float(len(lengths))) for end in ends)
         tokens = int(lengths[first:last].sum(dtype=np.int64))
@@ -358,8 +364,6 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:
         what, count = "sequences" if self.index_only_packing else "packs", self.count(path)
-        if not ends[0] <= ends[1]:  # no number, or none above 0
-            raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
         # As Megatron's builder rounds; pairs are planned whole.
         step = 2 if self.index_only_packing and "pair" in self.columns else 1
         first, last = (round(end * float(count)) // step for end in ends)
@@ -411,9 +415,9 @@ def _require_no_stock_dataset(path: str) -> None:
 
 
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
-    """Rows of packed sequences, in an order of its own for every epoch; see ``megatron_sft_idx.training.rows``.
+    """Rows of packed sequences, in another order for every epoch; see ``megatron_sft_idx.training.rows``.
 
-    Of a path of pretraining data its rows are those of Megatron's ``GPTDataset``, in that data set's order.
+    A path of pretraining data has the rows of Megatron's ``GPTDataset``, in the order in which that has them.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its light ``rows``.
 
@@ -475,7 +479,9 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     def _pretraining_packs(self, indices: NDArray[np.integer[Any]] | None) -> PretrainingPacks:
         path, config = self.dataset_path, self.config
         corpus, documents = config.open_documents(path)
-        of_documents = config.config_of_documents(path)
+        if indices is None and not config.fast_cache_load:  # Megatron gives none where its caches are whole
+            indices = np.arange(len(documents), dtype=np.int32)
+        of_documents = config.config_of_documents(corpus)
         rows = GPTDataset(documents, corpus.prefix, indices, self.num_samples, self.index_split, of_documents)
         return PretrainingPacks(corpus, rows, config.sequence_length, config.columns, config.vocab_size)
 

@@ -48,7 +48,7 @@ def blend_of(folder: Path, *paths: str) -> Any:
     """The training data of one epoch of each path."""
     config = PackedSFTDatasetConfig(
         random_seed=1, sequence_length=CAPACITY, blend=(list(paths), None), split="1,0,0",
-        plan_cache=str(folder / "cache"),
+        path_to_cache=str(folder / "cache"),
     )  # fmt: skip
     builder = BlendedMegatronDatasetBuilder(PackedSFTDataset, [None] * 3, lambda: True, config)
     return builder.build()[0]
