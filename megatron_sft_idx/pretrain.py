@@ -99,7 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [script, *rest]
     try:
         with _pretrain_replaced(options) as was_called:
-            runpy.run_path(script, run_name="__main__")
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as ending:
+                if was_called() or ending.code or {"-h", "--help"}.intersection(rest):
+                    raise
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "megatron":
             raise

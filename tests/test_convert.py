@@ -28,7 +28,8 @@ from megatron_sft_idx.formats.base import PackedWriter
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, create, open_reader
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.shard import Shard, ShardWriter
 
 ROOT = Path(__file__).parent.parent
 
@@ -707,3 +708,20 @@ def test_a_kill_leaves_no_file_beside_the_summary_of_another(
     assert kills >= 2
     assert len(seen) >= 2
     assert not [path for path in tmp_path.iterdir() if path.name.endswith((".tmp", ".building"))]
+
+
+@pytest.mark.parametrize("source", ["shard", "parquet", "memmap"])
+@pytest.mark.parametrize("to", ["npy", "save_to_disk", "parquet", "sft-idx"])
+def test_columns_that_say_which_answers_are_bad_are_not_left_out(tmp_path: Path, source: str, to: str) -> None:
+    """Without them the rejected answers of pairs would be trained like all others."""
+    spec, path = ColumnSpec("sequence", np.uint32, 2), tmp_path / "pairs"
+    with ShardWriter(path, capacity=8, durable=False, columns={"pair": spec}) as writer:
+        writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": np.array([[0, 0], [0, 1]])})
+    if source != "shard":
+        convert(path, tmp_path / "other", source)
+        path = tmp_path / "other"
+    plain = {"reader": {"columns": ()}}
+    with pytest.raises(FormatError, match=r"preference pairs .*convert with this column, or pass lossy"):
+        convert(path, tmp_path / "out", to, ConvertOptions(**plain))
+    assert not (tmp_path / "out").exists()
+    convert(path, tmp_path / "out", to, ConvertOptions(**plain, lossy=True))

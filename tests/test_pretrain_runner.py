@@ -42,6 +42,7 @@ from megatron.training.training import pretrain
 pretrain("config", train_valid_test_dataset_provider=print, model_type=1, forward_step_func=2)
 """,
     "idle.py": "# says pretrain, and does not\n",
+    "leaving.py": "import sys\nsys.exit(0)  # before it would call pretrain\n",
     "failing.py": """
 from megatron.training import pretrain
 from megatron_sft_idx.errors import FormatError
@@ -92,6 +93,7 @@ def test_the_provider_is_replaced_whatever_its_name_and_place(checkout: Path) ->
         (".", 2, ": Is a directory; give the path of a script"),
         ("builders.py", 2, "builders.py: it never calls Megatron's pretrain(); give a script that does"),
         ("idle.py", 2, "idle.py: it ended without calling Megatron's pretrain(), so nothing was trained"),
+        ("leaving.py", 2, "leaving.py: it ended without calling Megatron's pretrain(), so nothing was trained"),
         ("failing.py", 1, "pretrain: error: --sft is missing\npython -m megatron_sft_idx.pretrain: error: --split is"),
     ],
 )

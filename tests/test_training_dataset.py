@@ -371,3 +371,17 @@ def test_a_padding_mask_is_true_where_no_token_lies(tmp_path: Path, multiple: in
                 expected[begin : begin + stop - start] = False
             assert np.array_equal(batch["padding_mask"][row].numpy(), expected)
             assert all(torch.equal(batch[name][row], own[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"packing_method": "bfd"}, "are for index_only_packing"),
+        ({"max_sequences_per_pack": 1}, "are for index_only_packing"),
+        ({"pad_id": -5}, "pad_id -5: not in the model's vocabulary"),
+        ({"pad_id": 2000, "vocab_size": 2000}, "pad_id 2000: not in the model's vocabulary of 2000"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FormatError, match=said):
+        config_of(write_packs(tmp_path / "x", 4), **options)

@@ -434,3 +434,19 @@ def test_content_and_order_have_names(folder: Path) -> None:
     assert first.order() == mixed(folder, sizes=(21, 0, 0))[0].datasets[0].source.order()
     write_documents(folder / "web", [700], 60_000)
     assert mixed(folder)[0].datasets[0].source.corpus.content != first.corpus.content
+
+
+@pytest.mark.parametrize("nbytes", [0, 100])
+@pytest.mark.parametrize("index", ["document", "sample", "shuffle"])
+def test_indices_that_a_full_disk_has_cut_short_are_named(folder: Path, index: str, nbytes: int) -> None:
+    mixed(folder)
+    for path in (folder / "cache").glob(f"*-GPTDataset-train-{index}_index.npy"):
+        os.truncate(path, nbytes)
+    with pytest.raises(FormatError, match=r"cannot read or write its indices of it in .*cache"):
+        mixed(folder)
+
+
+def test_a_file_in_place_of_the_cache_folder_is_named(folder: Path) -> None:
+    (folder / "cache").write_text("")
+    with pytest.raises(FormatError, match="see that this is a folder with room"):
+        mixed(folder)

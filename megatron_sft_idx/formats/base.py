@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -37,6 +37,7 @@ from megatron_sft_idx.packs.run import (
     run_bounds,
 )
 from megatron_sft_idx.packs.run_media import RunMedia
+from megatron_sft_idx.shard.judged import require_judged
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import read_beginning
 from megatron_sft_idx.storage.outputs import PendingOutput, new_file, new_folder
@@ -195,6 +196,11 @@ class PackedReader(ABC):
                 " label-aligned mask has nothing to predict: these masks are token-aligned; pass mask_alignment='token'"
                 " (--mask-alignment token)"
             )
+
+    def require_judged(self, columns: Collection[str], remedy: str) -> None:
+        """FormatError where a column says that answers are bad and is not among ``columns``; see ``shard.judged``."""
+        every = column_specs_of(self._package_metadata, self.path, None)
+        require_judged(self.path, every, every.__getitem__, self.stated[1], columns, remedy)
 
     @property
     def stated(self) -> tuple[int | None, Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_sft_idx.formats.registry import (
     Source,
     check_destination,
     create,
+    open_reader,
     options_of_reader,
     places,
     resolve_source,
@@ -182,6 +183,7 @@ def convert(
     unjoinable = reader_of_all.unjoinable_columns
     if unjoinable and not options.lossy:
         raise FormatError(f"{next(iter(unjoinable.values()))}; pass lossy (--lossy) to leave it out")
+    _require_judged(name, paths, options)
     spec, summary = _spec_for_output(reader_of_all, options), None
     if padding is not None and spec.media:
         raise FormatError(f"{paths[0]}: images and audio, which Megatron-Bridge does not read; leave the padding out")
@@ -229,6 +231,17 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
     check_destination(destination, to, overwrite=options.overwrite)
     if to in ("parquet", "npy"):
         check_summary_place(destination, overwrite=options.overwrite, written=summarised)
+
+
+def _require_judged(name: str, paths: Sequence[str], options: ConvertOptions) -> None:
+    """FormatError where the columns that are left out say which answers are bad, unless loss is allowed."""
+    kept = options.reader.get("columns")
+    if kept is None or options.lossy:
+        return
+    for path in paths:
+        reader_options = _reader_options(name, path, options)
+        reader = open_reader(path, name, mask_alignment=options.mask_alignment, **reader_options)
+        reader.require_judged(kept, "convert with this column, or pass lossy (--lossy)")
 
 
 def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, Any]:

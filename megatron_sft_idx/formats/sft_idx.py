@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
@@ -17,6 +17,7 @@ from megatron_sft_idx.layout.files import MEDIA_ENTRY, listed_media
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_runs, read_window
 from megatron_sft_idx.shard import BuildOptions, ShardWriter
 from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.media_reader import open_media
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
 from megatron_sft_idx.shard.reader import Pack
@@ -82,6 +83,10 @@ class Reader(PackedReader):
         self._media = open_media(self._paths, header)
         self.has_media = self._media is not None
         self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
+
+    def require_judged(self, columns: Collection[str], remedy: str) -> None:
+        """As of any reader; the shard's header lists its columns."""
+        require_shard_judged(self.path, self._files.header, columns, remedy)
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the mapped files."""

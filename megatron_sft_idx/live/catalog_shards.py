@@ -16,8 +16,9 @@ from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, shard_
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
 from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.training import require_shard_judged, require_text
+from megatron_sft_idx.training import require_text
 
 _Read = TypeVar("_Read")
 # How much later than another file a network file system may show one.

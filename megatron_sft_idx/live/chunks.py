@@ -43,9 +43,10 @@ from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.live.waiting import PASSING_ERRORS, Settling, Waiter, patiently, status_of
 from megatron_sft_idx.packs.run import PackRun, checked_run
+from megatron_sft_idx.shard.judged import require_judged
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.training import Arrays, Index, require_judged, require_text
+from megatron_sft_idx.training import Arrays, Index, require_text
 
 OnBadRow = Literal["error", "skip"]
 

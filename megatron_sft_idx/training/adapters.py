@@ -25,8 +25,9 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.shard import Pack
+from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.sources import require_shard_judged, require_text
+from megatron_sft_idx.training.sources import require_text
 
 _IGNORED = -100
 _REMEDY = "train on them with one of the losses of docs/preferences.md"

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.sources import StoredPacks, require_shard_judged
+from megatron_sft_idx.training.sources import StoredPacks
 
 try:
     from megatron.bridge.data.packing.gpt_sft import GPTSFTPackedDataset

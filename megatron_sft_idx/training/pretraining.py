@@ -31,8 +31,10 @@ from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.training.sources import Arrays, JoinedPacks, PlannedPacks, Segments, StoredPacks, WholeRows
 
 PREFIX = "pretrain:"
-# How much of either end of the .bin tells one dataset from another, and how many documents are looked at together.
-_SAMPLE_NBYTES, _BLOCK = 1 << 20, 1 << 20
+# How many samples of the .bin tell one dataset from another, and of how many bytes.
+_SAMPLES, _SAMPLE_NBYTES = 64, 1 << 16
+# How many documents are looked at together.
+_BLOCK = 1 << 20
 
 
 def is_pretraining(path: str) -> bool:
@@ -50,7 +52,7 @@ class Corpus:
 
     Attributes:
         prefix: of its two files.
-        content: hash of the lengths of all documents, and of both ends of the ``.bin``, hex, wherever they lie.
+        content: hash of the lengths of all documents, and of samples of the ``.bin``, hex, wherever they lie.
     """
 
     prefix: str
@@ -64,7 +66,7 @@ class Corpus:
             FormatError: it is not on a local disk, incomplete, cut short, damaged, of something else than tokens, or is
                 packed SFT data.
         """
-        prefix = path.removeprefix(PREFIX)
+        prefix = path.removeprefix(PREFIX).removesuffix(".idx").removesuffix(".bin")
         if is_remote(prefix):
             raise FormatError(f"{path}: pretraining data must be on a local or shared disk; copy it to one")
         paths = ShardPaths(prefix)
@@ -105,7 +107,7 @@ class Corpus:
                 " short or changed: restore them"
             )
         with open(paths.tokens, "rb") as tokens:
-            for begin in (0, max(nbytes - _SAMPLE_NBYTES, 0)):
+            for begin in np.linspace(0, max(nbytes - _SAMPLE_NBYTES, 0), _SAMPLES, dtype=np.int64).tolist():
                 tokens.seek(begin)
                 content.update(tokens.read(_SAMPLE_NBYTES))
         return cls(prefix, content.hexdigest())

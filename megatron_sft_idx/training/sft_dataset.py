@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -24,7 +25,9 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import MAX_COUNT
 from megatron_sft_idx.lines import Shown, get_logger, value_text
+from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
@@ -36,7 +39,6 @@ from megatron_sft_idx.training.sources import (
     StoredPacks,
     blend_weights,
     require_fit,
-    require_shard_judged,
     require_text,
 )
 
@@ -130,6 +132,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                     f"columns {', '.join(self.columns)}: Megatron's packing scheduler hands on none; leave them out, or"
                     " train on packs"
                 )
+        self._check_options()
         self.read, blends = ReadOptions.of("read", self.read), [blend for _, blend in self._blends()]
         # Megatron wants it off for object storage, where nothing is mapped here either.
         all_remote = all(is_remote(path) for paths, _ in blends for path in paths)
@@ -175,6 +178,16 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         self.source_files: list[dict[str, Any]] = []
         if united and len(self._opened) + len(self._corpora) > 1:
             self.source_files = [*united.files, *(corpus.source_file for corpus, _ in self._corpora.values())]
+
+    def _check_options(self) -> None:
+        """Require options that do something."""
+        if not self.index_only_packing and (self.packing_method, self.max_sequences_per_pack) != ("auto", None):
+            raise FormatError("packing_method and max_sequences_per_pack are for index_only_packing; set that too")
+        if self.pad_id is not None and not 0 <= self.pad_id < (self.vocab_size or MAX_COUNT):
+            size = f" of {self.vocab_size}" if self.vocab_size else ""
+            raise FormatError(
+                f"pad_id {self.pad_id}: not in the model's vocabulary{size}; leave it out for the shards'"
+            )
 
     def _check_paths(self) -> None:
         for path, split, ends in self._split_ranges():
@@ -482,7 +495,14 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         if indices is None and not config.fast_cache_load:  # Megatron gives none where its caches are whole
             indices = np.arange(len(documents), dtype=np.int32)
         of_documents = config.config_of_documents(corpus)
-        rows = GPTDataset(documents, corpus.prefix, indices, self.num_samples, self.index_split, of_documents)
+        try:
+            rows = GPTDataset(documents, corpus.prefix, indices, self.num_samples, self.index_split, of_documents)
+        except (ValueError, EOFError, OSError) as error:  # what numpy says of a file of indices that was cut short
+            cache = of_documents.path_to_cache or os.path.join(corpus.prefix, "cache")
+            raise FormatError(
+                f"{path}: Megatron cannot read or write its indices of it in {cache} ({error}); see that this is a"
+                " folder with room, remove what is damaged in it, and run again"
+            ) from error
         return PretrainingPacks(corpus, rows, config.sequence_length, config.columns, config.vocab_size)
 
     def _epoch(self) -> str:

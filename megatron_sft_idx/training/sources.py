@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -22,14 +22,10 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
-from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
-from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import has_column
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, columns_of_sets, running_sums
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.local import StreamHash
@@ -151,61 +147,6 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
     if math.isinf(sum(values)):
         raise FormatError("blend: the weights add up to more than a float holds; divide all by one number")
     return values
-
-
-# The column of KTO's labels, as preprocess writes it. A column ``label`` of another kind is anybody's.
-_KTO_LABEL = ColumnSpec("sequence", np.uint8)
-_JUDGED = {"pair": "preference pairs", "label": "KTO labels"}
-_IN_COLUMNS = "ask for it in columns, and use a loss that takes it, such as training.losses.dpo_losses"
-
-
-def require_judged(
-    where: str,
-    names: Collection[str],
-    spec_of: Callable[[str], ColumnSpec],
-    metadata: Mapping[str, Any],
-    columns: Collection[str],
-    remedy: str | Mapping[str, str] = _IN_COLUMNS,
-) -> None:
-    """FormatError where a column says that answers are bad, and is not among those that are asked for.
-
-    Args:
-        where: the shard or file, for the error.
-        names: of the columns that it has.
-        spec_of: gives the spec of the column of a name; called where the name alone does not tell.
-        metadata: of its header. Where they do not say of which kind its rows were, as those of a merged shard may not,
-            a column ``label`` of the kind that KTO's is of is taken to be that.
-        columns: names of those that are asked for.
-        remedy: what to do about it; or that by the name of the column.
-    """
-    options = metadata.get("options")
-    row_kind = options.get("row_kind", "kto") if isinstance(options, dict) else "kto"
-    missing = {*_JUDGED}.intersection(names).difference(columns)
-    if "label" in missing and (row_kind != "kto" or spec_of("label").kind != _KTO_LABEL.kind):
-        missing.remove("label")
-    if missing:
-        name = min(missing)
-        raise FormatError(
-            f"{where}: holds {_JUDGED[name]} (column '{name}'), so a plain loss would also train on the"
-            f" rejected answers; {remedy if isinstance(remedy, str) else remedy[name]}"
-        )
-
-
-def require_shard_judged(
-    prefix: str, header: Header, columns: Collection[str], remedy: str | Mapping[str, str] = _IN_COLUMNS
-) -> None:
-    """As ``require_judged``, for a shard and the columns that it was written with.
-
-    A header that was rebuilt does not list these any more, so those that lie beside it count.
-    """
-    paths, names = ShardPaths.of(prefix), {*listed_columns(header.metadata)}
-    if header.rebuilt:
-        names |= {name for name in _JUDGED if has_column(paths, header, name)}
-
-    def spec_of(name: str) -> ColumnSpec:
-        return open_column(paths, name, header, "reopen").spec
-
-    require_judged(prefix, names, spec_of, header.metadata, columns, remedy)
 
 
 def require_text(where: str, has_media: bool, ignore_media: bool) -> None:

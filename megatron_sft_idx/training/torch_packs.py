@@ -32,8 +32,9 @@ from megatron_sft_idx.formats.registry import Source, open_reader, options_of_re
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
+from megatron_sft_idx.shard.judged import require_judged, require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.sources import blend_weights, require_judged, require_shard_judged, require_text
+from megatron_sft_idx.training.sources import blend_weights, require_text
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
