@@ -167,7 +167,7 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
             if outcome.code != 1 or not any(words in outcome.err for words in said):
                 unknown.append(f"{name.format(slot)} is {read}: {outcome}")
     assert not unknown, "\n".join(unknown)
-    assert names or "/" in recipe.writes[0] or "to memmap" in text or "to jsonl" in text
+    assert names or "/" in recipe.writes[0] or any(f"to {form}" in text for form in ("memmap", "jsonl", "save_to_disk"))
 
 
 @pytest.mark.parametrize("text", [text for text in WRITING if text.startswith("produce")])

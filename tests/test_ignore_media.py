@@ -288,7 +288,8 @@ def test_every_source_of_batches_has_a_way_here() -> None:
             found |= {each.__name__ for each in members if inspect.isclass(each) and hasattr(each, "segments")}
             found |= {each.__name__ for each in members if inspect.isclass(each) and hasattr(each, "may_not_come")}
     assert found == {
-        *("StoredPacks", "PlannedPacks", "JoinedPacks", "OpenShards"),
+        *("StoredPacks", "PlannedPacks", "JoinedPacks", "OpenShards", "MixedPacks"),
+        "PretrainingPacks",  # text alone
         "LegacySource",  # a format without media
         "CatalogShards",
         "LiveChunks",  # below
