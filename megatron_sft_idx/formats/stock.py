@@ -26,6 +26,7 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, IDX_MAGIC, idx_nbytes
+from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.packs.run import PackRun, first_true, run_of_sequences
 from megatron_sft_idx.storage import open_array, open_regular
 
@@ -78,6 +79,7 @@ class _StockItems:
         return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
+@shown_by_fields
 class StockIndex(NamedTuple):
     """What an ``.idx`` says of the items in the ``.bin`` next to it.
 

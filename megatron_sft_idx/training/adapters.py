@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.shard import Pack
 from megatron_sft_idx.shard.judged import require_shard_judged
@@ -33,6 +33,7 @@ _IGNORED = -100
 _REMEDY = "train on them with one of the losses of docs/preferences.md"
 
 
+@shown_by_fields
 class PackRow(NamedTuple):
     """One pack as a row of fixed length, filled up with id 0; ``pack_row`` makes it.
 

@@ -22,6 +22,7 @@ from megatron.core import package_info
 from megatron.core.datasets.utils import Split
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import shown_by_fields
 
 # Of megatron-core, which is Megatron-LM's too.
 RELEASE = (package_info.MAJOR, package_info.MINOR)
@@ -76,6 +77,7 @@ LOOKED_AT = {
 }
 
 
+@shown_by_fields
 class Refused(NamedTuple):
     """An argument that packed data has no place for.
 

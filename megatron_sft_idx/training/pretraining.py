@@ -118,7 +118,7 @@ class Corpus:
         return {"name": PREFIX + Path(self.prefix).name, "fingerprint": self.content}
 
 
-class EveryToken:
+class EveryToken(Shown):
     """What ``GPTDataset`` is given for a tokenizer, so that it masks no token.
 
     Args:
@@ -132,6 +132,9 @@ class EveryToken:
 
     def __init__(self, content: str) -> None:
         self.unique_identifiers = {"class": "EveryToken", "content": content}
+
+    def _shown(self) -> str:
+        return f"of the corpus {self.unique_identifiers['content']}"
 
 
 # ---- its rows in batches ----
