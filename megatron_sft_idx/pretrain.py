@@ -1,8 +1,8 @@
 """``python -m megatron_sft_idx.pretrain SCRIPT ...``: a script of Megatron-LM, unchanged, on packed SFT data.
 
 The script runs as ``python SCRIPT ...`` would run it. When it calls Megatron's ``pretrain()``, the data sets that it
-wanted to hand over are replaced by those of ``training.provider``. Megatron is not imported before the script's folder
-is on the search path, so that the Megatron next to the script is the one that runs.
+wanted to hand over are replaced: ``training.provider`` builds others. Megatron is not imported before the script's
+folder is on the search path, so that the Megatron next to the script is the one that runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROVIDER = "train_valid_test_dataset_provider"
 _DESCRIPTION = """\
 Run a pretraining script of Megatron-LM, such as pretrain_gpt.py or pretrain_hybrid.py, on packed SFT data. The script
 is not edited. Options of this program come before SCRIPT or behind it; everything else is the script's, which takes
---data-path, --split, --seq-length and all others as ever.
+--data-path, --split, --seq-length and all others unchanged.
 """
 _EXAMPLE = """\
 examples:

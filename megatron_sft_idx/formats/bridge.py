@@ -93,7 +93,7 @@ class PackMeasure:
     Args:
         path: of what the packs come from, for errors.
         padding: how the packs will be padded; they are measured before that.
-        capacity: most positions of a pack; None takes those of the longest one.
+        capacity: most positions of a pack; None takes as many as the longest one has.
 
     Attributes:
         num_positions: of all packs so far, padding included.

@@ -31,7 +31,7 @@ from megatron_sft_idx.formats.base import (
 from megatron_sft_idx.formats.bridge import SUMMARY_KIND, SUMMARY_SUFFIX, PackMeasure, Padding, check_summary_place
 from megatron_sft_idx.formats.memmap import npy_header, npy_header_bytes
 from megatron_sft_idx.formats.pickles import PickledArray, pickle_opcodes, unpickle_list
-from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, first_true
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, first_true, has_weights
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind
@@ -137,7 +137,7 @@ def _pack_of(unpickled: Any, name: str, number: int, alignment: MaskAlignment) -
         ids, mask, starts = (_numbers(unpickled[key], key) for key in KEYS)
     except (ValueError, TypeError, OverflowError) as error:
         raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
-    if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
+    if mask.dtype.kind == "f" and not has_weights(mask):
         mask = mask.astype(np.uint8)
     return checked_pack(name, number, ids, mask, starts, mask_alignment=alignment, token_dtype=np.int32)
 

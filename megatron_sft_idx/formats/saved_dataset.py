@@ -14,7 +14,7 @@ All rows have the length of the longest pack, rounded up to a multiple of 8, as 
 ``labels``          the ids again where they are trained, else -100; not shifted, as models of transformers do that
 ``attention_mask``  the number of the token's sequence in its row, from 1 on; in padding 0
 ``position_ids``    restart at 0 with every sequence, and with the padding
-``seq_lengths``     tokens in each sequence, and last those of the padding, if there is any
+``seq_lengths``     tokens in each sequence, then the length of the padding, if there is any
 ==================  ===================================================================================
 
 Only folders that were written here are read; other datasets on disk go through ``preprocess``. Every field is checked

@@ -310,6 +310,11 @@ def run_of_sequences(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRu
     return PackRun(tokens, mask, ones - 1, lengths, ones)
 
 
+def has_weights(mask: NDArray[Any]) -> bool:
+    """Whether a loss mask has values other than 0 and 1."""
+    return mask.dtype.kind == "f" and not bool(((mask == 0) | (mask == 1)).all())
+
+
 def first_true(values: NDArray[np.bool_]) -> int | None:
     """The index of the first true value; None where there is none."""
     at = int(values.argmax()) if len(values) else 0

@@ -24,6 +24,7 @@ from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
+from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard import Pack
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -91,7 +92,7 @@ def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
 
 def _require_binary(mask: NDArray[Any]) -> None:
     """FormatError where a loss mask has weights other than 0 and 1."""
-    if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+    if has_weights(mask):
         raise FormatError(
             "a loss mask has weights other than 0 and 1, which this trainer would round; train with Megatron, or with"
             " as_torch and weighted_loss (docs/transformers.md)"

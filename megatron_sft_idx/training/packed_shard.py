@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -54,7 +55,7 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
         number = int(idx if self.samples_mapping is None else self.samples_mapping[idx])
         pack = self.indexed_dataset[number]
         mask: Any = pack["loss_mask"]
-        if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+        if has_weights(mask):
             raise SequenceError(
                 self.indexed_dataset.prefixes[0],
                 number,

@@ -31,6 +31,7 @@ from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
 from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader, require_one_tokenizer
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.judged import require_judged, require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -196,7 +197,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             tensors["loss_weights"] = torch.zeros(len(ids))
             tensors["loss_weights"][1:] = torch.from_numpy(mask[:-1].astype(np.float32))
         else:
-            if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+            if has_weights(mask):
                 raise FormatError(
                     f"pack {index}: its loss mask has weights other than 0 and 1, which labels have no place for; pass"
                     " loss_weights=True and use training.losses.weighted_loss"
