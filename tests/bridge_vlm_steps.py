@@ -17,7 +17,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,7 +33,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from PIL import Image
 from torch import Tensor
 
-from megatron_sft_idx.shard import MediaItem, ShardSet, ShardWriter
+from megatron_sft_idx import MediaItem, ShardWriter
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 from megatron_sft_idx.training.vlm_batch import bridge_vlm_batch
@@ -191,3 +192,73 @@ def trained(model: Any, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
 def difference(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
     """The larger of the relative differences of losses and of gradients."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+
+
+# ---- shards and batches ----
+
+
+def image_processor() -> Any:
+    """Qwen-VL's, with up to 16 positions for an image."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
+
+
+def sequence_of(parts: Sequence[Any], seed: int) -> tuple[list[int], list[int], list[MediaItem]]:
+    """Ids, a label-aligned mask that trains every second token of text, and images of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, items = list[int](), list[MediaItem]()
+    for number, part in enumerate(parts):
+        if isinstance(part, int):
+            ids += torch.randint(1, 90, (part,), generator=generator).tolist()
+        else:
+            positions = part[0] * part[1] // 28**2
+            ids.append(START)
+            items.append(MediaItem("image", len(ids), positions, png(*part, 100 * seed + number)))
+            ids += [IMAGE] * positions + [END]
+    return ids, [int(ids[j + 1] < 90 and j % 2) for j in range(len(ids) - 1)] + [0], items
+
+
+def write(prefix: Path, packs: Sequence[Sequence[Sequence[Any]]]) -> None:
+    seed = 0
+    with ShardWriter(prefix, media=True) as writer:
+        for pack in packs:
+            ids, mask, starts, items = list[int](), list[int](), list[int](), list[MediaItem]()
+            for parts in pack:
+                seed += 1
+                own, trains, shown = sequence_of(parts, seed)
+                starts.append(len(ids))
+                items += [replace(item, start=item.start + len(ids)) for item in shown]
+                ids, mask = ids + own, mask + trains
+            writer.add_pack(ids, mask, starts, media=items)
+
+
+def read(prefix: Path, packs: Sequence[int], **options: Any) -> Batch:
+    shards = ShardSet([str(prefix)])
+    source = StoredPacks(shards, ignore_media=True)
+    batch: Batch = BatchAssembler(source, LENGTH, padding_mask=True, **options).assemble(packs)
+    items = [item for pack in packs for item in shards[pack]["media"]]
+    if items:
+        batch.update(image_processor()([Image.open(io.BytesIO(item.data)) for item in items], return_tensors="pt"))
+    return batch
+
+
+def main(model: str, folder: str, out: str) -> None:
+    enter_bridge()
+    connect()
+    parallel_state.initialize_model_parallel()
+    write(Path(folder, "packed"), PACKS)
+    write(Path(folder, "alone"), [[sequence] for pack in PACKS for sequence in pack])
+    with megatron_device():
+        seed_everything(1)
+        built = MODELS[model]()
+        alone = [bridge_vlm_batch(read(Path(folder, "alone"), [number])) for number in range(5)]
+        wanted = trained(built, alone)
+        packed = read(Path(folder, "packed"), [0, 1])
+        found = {"packed": difference(trained(built, [bridge_vlm_batch(packed)]), wanted)}
+        print(found)
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
