@@ -162,9 +162,41 @@ def gemma3(folder: Path) -> Any:
         )
         images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
         template = PARTS.replace("PLACEHOLDER", "<start_of_image>")
-        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=8)
+        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
         processor.save_pretrained(folder)
     return processor
+
+
+def _qwen_vl(folder: Path, name: str, video: str, patch_size: int) -> Any:
+    import transformers
+
+    special = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>", *_ENDS)
+    side = 2 * patch_size  # of what becomes one position
+    sizes = {"patch_size": patch_size, "size": {"shortest_edge": side**2, "longest_edge": 12 * side**2}}
+    with _quiet():
+        processor = getattr(transformers, name)(
+            transformers.Qwen2VLImageProcessor(**sizes),
+            tokenizer_with(*special),
+            getattr(transformers, video)(patch_size=patch_size),
+            chat_template=PARTS.replace("PLACEHOLDER", "<|vision_start|><|image_pad|><|vision_end|>"),
+        )
+        processor.save_pretrained(folder)
+    return processor
+
+
+def qwen2_vl(folder: Path) -> Any:
+    """Qwen2-VL's, with up to 12 positions for an image; it needs torchvision, and so do the next two."""
+    return _qwen_vl(folder, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14)
+
+
+def qwen2_5_vl(folder: Path) -> Any:
+    """Qwen2.5-VL's, with up to 12 positions for an image."""
+    return _qwen_vl(folder, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14)
+
+
+def qwen3_vl(folder: Path) -> Any:
+    """Qwen3-VL's, with up to 12 positions for an image."""
+    return _qwen_vl(folder, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)
 
 
 def paligemma(folder: Path) -> Any:
