@@ -1,9 +1,11 @@
 """Packed batches with images through Megatron-Bridge's own training step and models for Qwen-VL, on the CPU.
 
-``python tests/bridge_vlm_steps.py MODEL FOLDER OUT`` makes a shard in FOLDER, trains on it with the model ``qwen2.5``
-or ``qwen3``, and writes how far batches are from one another into the file OUT, as JSON.
+``python tests/bridge_vlm_steps.py MODEL FOLDER OUT`` makes a shard of chats with images in FOLDER, and batches of them
+in two ways: from the shard, and by Bridge's own collate function from the chats. It trains on both with the model
+``qwen2.5`` or ``qwen3``, and writes into the file OUT, as JSON, how far they are from each other.
 
-``training/vlm_step.py``, the models and what they import are Bridge's own. These stand in for what needs a GPU:
+The step (``training/vlm_step.py``), the models, the collate function and what they import are Bridge's own. These stand
+in for what needs a GPU:
 
 - attention: ``SegmentAttention``, in place of Transformer Engine's;
 - the images' encoder of Qwen3-VL: that of transformers, which Bridge's Qwen2.5-VL has anyway;
@@ -17,8 +19,8 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,27 +28,24 @@ from typing import Any
 import torch
 from bridge_modules import make_bare
 from gpt_model import SegmentAttention, connect, megatron_device, seed_everything
-from media_processors import png
+from media_processors import png, qwen2_5_vl
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from PIL import Image
+from tiny_media_models import FAMILIES, Swapped, shard_of
 from torch import Tensor
 
-from megatron_sft_idx import MediaItem, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training import BatchAssembler
+from megatron_sft_idx.training.media import MediaInputs
 from megatron_sft_idx.training.sources import StoredPacks
 from megatron_sft_idx.training.vlm_batch import bridge_vlm_batch
 
-LENGTH, PAD = 96, 0
-IMAGE, VIDEO, START, END, VOCABULARY = 100, 101, 102, 103, 128
-# Of each pack the sequences; of each sequence what it consists of: tokens of text, or the size of an image. The first
-# two images have equally many positions.
-PACKS = [
-    [[3, (84, 56), 5], [2, (84, 56), 4, (28, 56), 3], [7]],
-    [[1, (56, 112), 6], [4, (56, 56), (112, 56), 9]],
-]
+LENGTH = 96
+# Of each chat the sizes of its images, which nothing has to resize; several have equally many positions.
+SHOWN = [[(84, 56)], [(56, 84), (56, 56)], [], [(56, 112)], [(56, 56), (112, 56), (84, 84)]]
+ANSWERS = ["the cat sat", "hello", "on the mat here", "what?", "the mat"]
 Batch = dict[str, Any]
 
 
@@ -78,12 +77,7 @@ SIZES = {
     "num_query_groups": 1,
     "kv_channels": 32,
     "ffn_hidden_size": 128,
-    "vocab_size": VOCABULARY,
     "seq_length": 2 * LENGTH,
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
     "mrope_section": [6, 5, 5],
     "rotary_base": 1000,
     "normalization": "RMSNorm",
@@ -110,19 +104,19 @@ def attending(qk_layernorm: bool) -> Any:
     return spec
 
 
-def qwen25() -> Any:
+def qwen25(ids: dict[str, int]) -> Any:
     """Bridge's Qwen2.5-VL as its provider builds it."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
     provider = import_module("megatron.bridge.models.qwen_vl.qwen25_vl_provider").Qwen25VLModelProvider
     vision = Qwen2_5_VLVisionConfig(**VISION, patch_size=14, window_size=56, fullatt_block_indexes=[1])
-    config = provider(**SIZES, vision_config=vision, add_qkv_bias=True, transformer_layer_spec=attending(False))
+    config = provider(**SIZES, **ids, vision_config=vision, add_qkv_bias=True, transformer_layer_spec=attending(False))
     config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     config.finalize()
     return config.provide(pre_process=True, post_process=True)
 
 
-def qwen3() -> Any:
+def qwen3(ids: dict[str, int]) -> Any:
     """Bridge's Qwen3-VL, with the encoder of transformers in place of that made of Transformer Engine."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -139,7 +133,7 @@ def qwen3() -> Any:
     folder = "megatron.bridge.models.qwen_vl"
     provider = import_module(f"{folder}.qwen3_vl_provider").Qwen3VLModelProvider
     vision = Qwen3VLVisionConfig(**VISION, patch_size=14, num_position_embeddings=64, deepstack_visual_indexes=[0])
-    config = provider(**SIZES, vision_config=vision)
+    config = provider(**SIZES, **ids, vision_config=vision)
     config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     config.finalize()
     model = import_module(f"{folder}.modelling_qwen3_vl.model").Qwen3VLModel(
@@ -153,7 +147,11 @@ def qwen3() -> Any:
     return model
 
 
-MODELS: dict[str, Callable[[], Any]] = {"qwen2.5": qwen25, "qwen3": qwen3}
+# With its family in ``tiny_media_models``.
+MODELS: dict[str, tuple[str, Callable[[dict[str, int]], Any]]] = {
+    "qwen2.5": ("qwen2.5-vl", qwen25),
+    "qwen3": ("qwen3-vl", qwen3),
+}
 
 
 class Watch:
@@ -194,70 +192,110 @@ def difference(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> f
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
 
 
-# ---- shards and batches ----
+# ---- the same chats, from a shard and by Bridge's collate function ----
 
 
-def image_processor() -> Any:
-    """Qwen-VL's, with up to 16 positions for an image."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
-
-
-def sequence_of(parts: Sequence[Any], seed: int) -> tuple[list[int], list[int], list[MediaItem]]:
-    """Ids, a label-aligned mask that trains every second token of text, and images of noise."""
-    generator = torch.Generator().manual_seed(seed)
-    ids, items = list[int](), list[MediaItem]()
-    for number, part in enumerate(parts):
-        if isinstance(part, int):
-            ids += torch.randint(1, 90, (part,), generator=generator).tolist()
-        else:
-            positions = part[0] * part[1] // 28**2
-            ids.append(START)
-            items.append(MediaItem("image", len(ids), positions, png(*part, 100 * seed + number)))
-            ids += [IMAGE] * positions + [END]
-    return ids, [int(ids[j + 1] < 90 and j % 2) for j in range(len(ids) - 1)] + [0], items
+def chat(number: int, form: str) -> dict[str, Any]:
+    """A chat with its images as files (``bytes``) or as they are opened (``opened``)."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "what "}]
+    for image, size in enumerate(SHOWN[number]):
+        data = png(*size, 10 * number + image)
+        shown = {"bytes": data} if form == "bytes" else Image.open(io.BytesIO(data))
+        parts.append({"type": "image", "image": shown})
+    parts.append({"type": "text", "text": "is here?"})
+    answer = [{"type": "text", "text": ANSWERS[number]}]
+    return {"conversation": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
 
 
-def write(prefix: Path, packs: Sequence[Sequence[Sequence[Any]]]) -> None:
-    seed = 0
-    with ShardWriter(prefix, media=True) as writer:
-        for pack in packs:
-            ids, mask, starts, items = list[int](), list[int](), list[int](), list[MediaItem]()
-            for parts in pack:
-                seed += 1
-                own, trains, shown = sequence_of(parts, seed)
-                starts.append(len(ids))
-                items += [replace(item, start=item.start + len(ids)) for item in shown]
-                ids, mask = ids + own, mask + trains
-            writer.add_pack(ids, mask, starts, media=items)
-
-
-def read(prefix: Path, packs: Sequence[int], **options: Any) -> Batch:
-    shards = ShardSet([str(prefix)])
-    source = StoredPacks(shards, ignore_media=True)
-    batch: Batch = BatchAssembler(source, LENGTH, padding_mask=True, **options).assemble(packs)
-    items = [item for pack in packs for item in shards[pack]["media"]]
-    if items:
-        batch.update(image_processor()([Image.open(io.BytesIO(item.data)) for item in items], return_tensors="pt"))
+def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch:
+    """What Bridge makes of these chats. It also trains on the line end behind an answer, which is taken out here."""
+    collate = import_module("megatron.bridge.models.qwen_vl.data.collate_fn").qwen2_5_collate_fn
+    examples = [chat(number, "opened") for number in numbers]
+    sizes = {"min_pixels": None, "max_pixels": None}  # those of the processor
+    packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": multiple}
+    batch: Batch = collate(examples, processor, **sizes, **packing)
+    line_end = (batch["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")) & (batch["loss_mask"] > 0)
+    assert int(line_end.sum()) == len(numbers)
+    batch["loss_mask"][line_end], batch["labels"][line_end] = 0, -100
     return batch
+
+
+def unequal(found: Batch, wanted: Batch) -> list[str]:
+    """The names of what is not the same in two batches."""
+    names = []
+    for name in sorted({*found, *wanted}):
+        one, other = (each.get(name, "missing") for each in (found, wanted))
+        if name == "visual_inputs":
+            one, other = one.normalized_for_model(), other.normalized_for_model()
+            names += [f"{name}: {each}" for each in unequal(one, other)]
+        elif isinstance(one, Tensor) and isinstance(other, Tensor):
+            if one.dtype != other.dtype or not torch.equal(one, other):
+                names.append(name)
+        elif one != other:
+            names.append(name)
+    return names
 
 
 def main(model: str, folder: str, out: str) -> None:
     enter_bridge()
     connect()
     parallel_state.initialize_model_parallel()
-    write(Path(folder, "packed"), PACKS)
-    write(Path(folder, "alone"), [[sequence] for pack in PACKS for sequence in pack])
+    processor = qwen2_5_vl(Path(folder, "processor"))
+    family, build = MODELS[model]
+    config = FAMILIES[family].model(processor).config
+    rows = [chat(number, "bytes")["conversation"] for number in range(len(SHOWN))]
+    shard = shard_of(rows, Path(folder), Path(folder, "processor"), LENGTH)
+    order = [source[1] for pack in shard for source in pack["source"].tolist()]
+    packs, source = range(len(shard)), StoredPacks(ShardSet([shard.prefix]))
+    step = MediaInputs(processor, config)
+
+    def made(packs: Sequence[int] = packs, media: Any = step, within: int = 1, **options: Any) -> Batch:
+        """The batch for Bridge, of a batch whose sequences are padded to multiples of ``within``."""
+        assembler = BatchAssembler(
+            source, LENGTH + 32, padding_mask=True, media=media, sequence_multiple=within
+        )
+        return bridge_vlm_batch(assembler.assemble(packs), **options)
+
+    found: dict[str, Any] = {"packs": len(shard), "chats": order}
+    # Bridge's own batches have positions of text.
+    theirs, padded = collated(order, processor), collated(order, processor, 8)
+    of_text = {**made(), "position_ids": theirs["position_ids"]}
+    found["unequal"] = {
+        "packed": unequal(of_text, theirs),
+        "padded": unequal({**made(sequence_multiple=8), "position_ids": padded["position_ids"]}, padded),
+        "padded twice": unequal(made(sequence_multiple=8, within=4), made(sequence_multiple=8)),
+        "swapped": unequal({**made(media=Swapped(step)), "position_ids": theirs["position_ids"]}, theirs),
+    }
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: getattr(config, name) for name in names} | {"vocab_size": config.text_config.vocab_size}
     with megatron_device():
         seed_everything(1)
-        built = MODELS[model]()
-        alone = [bridge_vlm_batch(read(Path(folder, "alone"), [number])) for number in range(5)]
-        wanted = trained(built, alone)
-        packed = read(Path(folder, "packed"), [0, 1])
-        found = {"packed": difference(trained(built, [bridge_vlm_batch(packed)]), wanted)}
-        print(found)
-    Path(out).write_text(json.dumps(found))
+        built = build(ids)
+        wanted = trained(built, [collated([number], processor) for number in order])
+
+        def away(*batches: Batch) -> float:
+            return difference(trained(built, batches), wanted)
+
+        whole = made()
+        total = whole["total_tokens"]
+        found["losses"] = {
+            "packed": away(whole),
+            "each pack": away(*(made([pack]) for pack in packs)),
+            "padded": away(made(sequence_multiple=8)),
+            "one length": away(made(sequence_multiple=8, length=256)),
+            "positions by Bridge": away(of_text),
+        }
+        through = {"cu_seqlens_q": torch.tensor([0, total]).int()}
+        through["cu_seqlens_kv"] = through["cu_seqlens_q"]
+        found["controls"] = {
+            "swapped": away(made(media=Swapped(step))),
+            "one sequence": away({**whole, **through, "max_seqlen_q": torch.tensor(total)}),
+        }
+        if model == "qwen3":  # Qwen2.5-VL counts positions by itself
+            counted = torch.arange(total).expand(3, 1, -1)
+            found["controls"]["counted through"] = away({**whole, "position_ids": counted})
+            found["controls"]["positions of text"] = away({**whole, "position_ids": whole["position_ids"][:1].expand(3, 1, -1)})
+    Path(out).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
