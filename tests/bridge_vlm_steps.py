@@ -9,6 +9,7 @@ in for what needs a GPU:
 
 - attention: ``SegmentAttention``, in place of Transformer Engine's;
 - the images' encoder of Qwen3-VL: that of transformers, which Bridge's Qwen2.5-VL has anyway;
+- its class of attention, which is None without it: Bridge's main asks whether a layer has one;
 - ``Tensor.cuda`` returns the tensor, and ``torch.cuda.nvtx`` marks nothing;
 - two classes that the step names in annotations, and its count of floating point operations.
 """
@@ -20,7 +21,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -131,6 +131,7 @@ def qwen3(ids: dict[str, int]) -> Any:
             return made.pooler_output, made.deepstack_features
 
     folder = "megatron.bridge.models.qwen_vl"
+    import_module(f"{folder}.modelling_qwen3_vl.attention").TEDotProductAttention = ()  # nothing is one
     provider = import_module(f"{folder}.qwen3_vl_provider").Qwen3VLModelProvider
     vision = Qwen3VLVisionConfig(**VISION, patch_size=14, num_position_embeddings=64, deepstack_visual_indexes=[0])
     config = provider(**SIZES, **ids, vision_config=vision)
@@ -236,6 +237,16 @@ def unequal(found: Batch, wanted: Batch) -> list[str]:
     return names
 
 
+def positions_of(batch: Batch, ids: dict[str, Any]) -> Tensor:
+    """The positions that Bridge's Qwen3-VL counts for a packed row."""
+    count = import_module("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope").get_rope_index
+    params = import_module("megatron.bridge.training.utils.packed_seq_utils").get_packed_seq_params(batch)
+    tokens = (ids[f"{name}_token_id"] for name in ("image", "video", "vision_start"))
+    grid = batch["visual_inputs"].image_grid_thw
+    positions: Tensor = count(2, *tokens, batch["input_ids"], image_grid_thw=grid, packed_seq_params=params)[0]
+    return positions
+
+
 def main(model: str, folder: str, out: str) -> None:
     enter_bridge()
     connect()
@@ -251,9 +262,7 @@ def main(model: str, folder: str, out: str) -> None:
 
     def made(packs: Sequence[int] = packs, media: Any = step, within: int = 1, **options: Any) -> Batch:
         """The batch for Bridge, of a batch whose sequences are padded to multiples of ``within``."""
-        assembler = BatchAssembler(
-            source, LENGTH + 32, padding_mask=True, media=media, sequence_multiple=within
-        )
+        assembler = BatchAssembler(source, LENGTH + 32, padding_mask=True, media=media, sequence_multiple=within)
         return bridge_vlm_batch(assembler.assemble(packs), **options)
 
     found: dict[str, Any] = {"packs": len(shard), "chats": order}
@@ -292,9 +301,14 @@ def main(model: str, folder: str, out: str) -> None:
             "one sequence": away({**whole, **through, "max_seqlen_q": torch.tensor(total)}),
         }
         if model == "qwen3":  # Qwen2.5-VL counts positions by itself
-            counted = torch.arange(total).expand(3, 1, -1)
-            found["controls"]["counted through"] = away({**whole, "position_ids": counted})
-            found["controls"]["positions of text"] = away({**whole, "position_ids": whole["position_ids"][:1].expand(3, 1, -1)})
+            for name, positions in {
+                "counted through": torch.arange(total)[None],
+                "positions of text": theirs["position_ids"],
+            }.items():
+                found["controls"][name] = away({**whole, "position_ids": positions.expand(3, 1, -1)})
+            found["unequal"]["positions"] = unequal(
+                {"position_ids": made(sequence_multiple=8)["position_ids"]}, {"position_ids": positions_of(padded, ids)}
+            )
     Path(out).write_text(json.dumps(found, indent=1))
 
 
