@@ -215,7 +215,8 @@ def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch
     sizes = {"min_pixels": None, "max_pixels": None}  # those of the processor
     packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": multiple}
     batch: Batch = collate(examples, processor, **sizes, **packing)
-    line_end = (batch["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")) & (batch["loss_mask"] > 0)
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    line_end = (batch["input_ids"] == end) & (batch["loss_mask"] > 0)
     assert int(line_end.sum()) == len(numbers)
     batch["loss_mask"][line_end], batch["labels"][line_end] = 0, -100
     return batch

@@ -86,7 +86,8 @@ def bridge_vlm_batch(
     taken = (starts.repeat_interleave(padded) + offsets).masked_fill(outside, 0)
 
     def row(name: str, filler: float) -> Tensor:
-        return batch[name].reshape(-1)[taken].masked_fill(outside, filler)[None]
+        values: Tensor = batch[name]
+        return values.reshape(-1)[taken].masked_fill(outside, filler)[None]
 
     loss_mask = row("loss_mask", 0)
     made: dict[str, Any] = {
