@@ -27,11 +27,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_packed_chats_train_like_each_alone(case: Case) -> None:
     found = as_trained(case)
-    print(type(case.model).__name__, found)
+    print(type(case.model).__name__, *(f"{name}: {value:.1e}" for name, value in found.items()), sep=", ")
     assert max(found.values()) < TOLERANCE
 
 
 def test_what_is_trained_wrongly_is_seen(case: Case) -> None:
     found = wrongly_trained(case)
-    print(type(case.model).__name__, found)
+    print(type(case.model).__name__, *(f"{name}: {value:.1e}" for name, value in found.items()), sep=", ")
     assert min(found.values()) > 1000 * TOLERANCE
