@@ -102,13 +102,13 @@ def llava_of_any_size(folder: Path) -> Any:
     return llava(folder, crops=False)
 
 
-def idefics3(folder: Path) -> Any:
+def idefics3(folder: Path, *, longest_edge: int = 256) -> Any:
     """That of Idefics3 and SmolVLM: rows and columns of tiles, with tags and line ends between them."""
     from transformers import Idefics3ImageProcessor, Idefics3Processor
 
     special = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>")
     with _quiet():
-        images = Idefics3ImageProcessor(size={"longest_edge": 256}, max_image_size={"longest_edge": 64})
+        images = Idefics3ImageProcessor(size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 64})
         processor = Idefics3Processor(images, tokenizer_with(*special), image_seq_len=16, chat_template=IDEFICS)
         processor.save_pretrained(folder)
     return processor

@@ -7,9 +7,10 @@ with its images and recordings, and the model gets what that returns and finds p
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +19,19 @@ import media_processors
 import numpy as np
 import soundfile
 import torch
-from media_processors import png, wav
+from media_processors import png
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
+from megatron_sft_idx import as_torch
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.tokenize import preprocess
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.media import MediaBatch, MediaInputs, MediaStep
+from megatron_sft_idx.training.sources import StoredPacks
 
 # Shapes that become one, several or other numbers of tiles and patches; the first two of equally many.
 SIZES = [(64, 48), (64, 48), (100, 30), (17, 90), (120, 120)]
@@ -43,11 +49,13 @@ class Family(NamedTuple):
         kind: ``image`` or ``audio``.
         processor: saves a processor in a folder, and returns it.
         model: builds the model for a processor.
+        seq_length: how many tokens fit into a pack.
     """
 
     kind: str
     processor: Callable[[Path], Any]
     model: Callable[[Any], Any]
+    seq_length: int = 256
 
 
 class Trained(NamedTuple):
@@ -220,8 +228,8 @@ def _qwen3_vl(processor: Any) -> Any:
 FAMILIES = {
     "llava": Family("image", media_processors.llava, _llava),
     "llava-next": Family("image", media_processors.llava_next, _llava_next),
-    "idefics3": Family("image", media_processors.idefics3, _idefics3),
-    "smolvlm": Family("image", media_processors.idefics3, _smolvlm),
+    "idefics3": Family("image", partial(media_processors.idefics3, longest_edge=128), _idefics3, 768),
+    "smolvlm": Family("image", partial(media_processors.idefics3, longest_edge=128), _smolvlm, 768),
     "gemma3": Family("image", media_processors.gemma3, _gemma3),
     "qwen2-audio": Family("audio", media_processors.qwen2_audio, _qwen2_audio),
     "qwen2-vl": Family("image", media_processors.qwen2_vl, _qwen2_vl),
@@ -233,11 +241,18 @@ FAMILIES = {
 # ---- chats and shards ----
 
 
+def tone(samples: int, pitch: float) -> bytes:
+    """A recording of a tone of ``pitch`` Hz, 16,000 samples a second."""
+    stream = io.BytesIO()
+    soundfile.write(stream, np.sin(2 * np.pi * pitch / 16_000 * np.arange(samples)), 16_000, format="WAV")
+    return stream.getvalue()
+
+
 def chats(kind: str) -> list[list[dict[str, Any]]]:
     """Chats with several images or recordings in one turn or in different ones, with one, and without any."""
     files = [png(*size, seed) for seed, size in enumerate(SIZES)]
     if kind == "audio":
-        files = [wav(samples, seed=seed) for seed, samples in enumerate(SAMPLES)]
+        files = [tone(samples, 300.0 * (1 + number)) for number, samples in enumerate(SAMPLES)]
     shown = 0
     made = []
     for number, count in enumerate(COUNTS):
@@ -302,11 +317,6 @@ def inputs_alone(processor: Any, messages: list[dict[str, Any]]) -> dict[str, Te
     return dict(processor(text=[text], return_tensors="pt", add_special_tokens=False, **options))
 
 
-def _gradients(model: Any) -> dict[str, Tensor]:
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: torch.zeros(()) if gradient is None else gradient.clone() for name, gradient in named.items()}
-
-
 def alone(model: Any, processor: Any, rows: list[list[dict[str, Any]]], shard: Shard) -> Trained:
     """Every chat by itself in front of the model, with the shard's masks."""
     model.zero_grad()
@@ -318,50 +328,95 @@ def alone(model: Any, processor: Any, rows: list[list[dict[str, Any]]], shard: S
         loss = (losses * mask[:-1]).sum()
         loss.backward()
         total, weight = total + loss.item(), weight + mask.sum().item()
-    return Trained(total / weight, {name: gradient / weight for name, gradient in _gradients(model).items()})
+    return trained_by(model, total, weight)
 
 
 # ---- packed ----
 
 
-def by_its_own_loss(model: Any, batches: Iterator[dict[str, Any]]) -> Trained:
-    """The loss that the model itself returns for batches of ``as_torch``, over all their trained tokens."""
-    model.zero_grad()
-    total = weight = 0.0
-    for batch in batches:
-        trained = (batch["labels"] != -100).sum().item()
-        loss = model(**batch).loss * trained
-        loss.backward()
-        total, weight = total + loss.item(), weight + trained
-    return Trained(total / weight, {name: gradient / weight for name, gradient in _gradients(model).items()})
+@dataclass(frozen=True)
+class Case:
+    """A model, the chats that it is trained on, and the shard that ``preprocess`` made of them.
 
-
-def by_hand(model: Any, batches: Iterator[dict[str, Any]], names: Sequence[str] = ()) -> Trained:
-    """The loss of batches of ``BatchAssembler``, weighted by ``loss_mask``.
-
-    Args:
-        model: takes ``position_ids`` [B, S], or [4, B, S] where the batch has ``mrope_position_ids``.
-        batches: they have ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all [B, S].
-        names: the keys of a batch that the model takes as they are, such as ``pixel_values``.
+    Attributes:
+        kind: ``image`` or ``audio``.
+        folder: has the processor, and the configuration of the model.
+        processor: that processor.
+        model: the model, float64.
+        rows: the chats.
+        shard: has the column ``source``.
+        wanted: what training on each chat alone gives.
     """
-    model.zero_grad()
-    total = weight = 0.0
-    for batch in batches:
-        positions = batch["position_ids"]
-        if "mrope_position_ids" in batch:
-            positions = torch.cat([positions[None], batch["mrope_position_ids"]])
-        media = {name: batch[name] for name in names if name in batch}
-        outputs = model(input_ids=batch["tokens"], position_ids=positions, use_cache=False, **media)
-        losses = cross_entropy(outputs.logits.transpose(1, 2), batch["labels"], reduction="none")
-        loss = (losses * batch["loss_mask"]).sum()
-        loss.backward()
-        total, weight = total + loss.item(), weight + batch["loss_mask"].sum().item()
-    return Trained(total / weight, {name: gradient / weight for name, gradient in _gradients(model).items()})
+
+    kind: str
+    folder: Path
+    processor: Any
+    model: Any
+    rows: list[list[dict[str, Any]]]
+    shard: Shard
+    wanted: Trained
+
+    @classmethod
+    def of(cls, name: str, folder: Path) -> Case:
+        """That of one of ``FAMILIES``."""
+        family = FAMILIES[name]
+        processor = family.processor(folder / "processor")
+        model = family.model(processor)
+        model.config.save_pretrained(folder / "processor")
+        rows = chats(family.kind)
+        shard = shard_of(rows, folder, folder / "processor", family.seq_length)
+        assert len(shard) > 1
+        wanted = alone(model, processor, rows, shard)
+        return cls(family.kind, folder / "processor", processor, model, rows, shard, wanted)
+
+    def inputs(self) -> MediaInputs:
+        """The media step for this model."""
+        return MediaInputs(self.folder)
+
+    def batches(self, layout: Any, media: MediaStep | None = None, batch_size: int = 2) -> Iterator[dict[str, Any]]:
+        """The batches of ``as_torch``."""
+        packs = as_torch(self.shard, layout, media=media or self.inputs())
+        return iter(DataLoader(packs, batch_size=batch_size, collate_fn=packs.collate))
+
+    def difference(self, batches: Iterable[dict[str, Any]]) -> float:
+        """How far the loss that the model returns for these batches, and its gradients, are from those wanted."""
+        self.model.zero_grad()
+        total = weight = 0.0
+        for batch in batches:
+            trained = (batch["labels"] != -100).sum().item()
+            loss = self.model(**batch).loss * trained
+            loss.backward()
+            total, weight = total + loss.item(), weight + trained
+        return difference(trained_by(self.model, total, weight), self.wanted)
+
+    def difference_of_rows(self) -> float:
+        """The same for rows of S positions from ``BatchAssembler``, two in a batch, and a loss by hand."""
+        source = StoredPacks(ShardSet([self.shard.prefix]))
+        assembler = BatchAssembler(source, self.shard.header.capacity + 8, media=self.inputs())
+        names = set(self.processor.model_input_names) - {"input_ids", "attention_mask"}
+        self.model.zero_grad()
+        total = weight = 0.0
+        for first in range(0, len(self.shard), 2):
+            batch = assembler.assemble(range(first, min(first + 2, len(self.shard))))
+            positions = batch["position_ids"]
+            if "mrope_position_ids" in batch:
+                positions = torch.cat([positions[None], batch["mrope_position_ids"]])
+            media = {name: batch[name] for name in names if name in batch}
+            outputs = self.model(input_ids=batch["tokens"], position_ids=positions, use_cache=False, **media)
+            losses = cross_entropy(outputs.logits.transpose(1, 2), batch["labels"], reduction="none")
+            loss = (losses * batch["loss_mask"]).sum()
+            loss.backward()
+            total, weight = total + loss.item(), weight + batch["loss_mask"].sum().item()
+        return difference(trained_by(self.model, total, weight), self.wanted)
 
 
-def loaded(packs: Any, batch_size: int) -> Iterator[dict[str, Any]]:
-    """The batches of ``as_torch`` from a ``DataLoader``."""
-    return iter(DataLoader(packs, batch_size=batch_size, collate_fn=packs.collate))
+def trained_by(model: Any, total: float, weight: float) -> Trained:
+    """What a model was trained by whose gradients are those of a sum of losses of this weight."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradients[name] = torch.zeros(()) if parameter.grad is None else parameter.grad / weight
+    return Trained(total / weight, gradients)
 
 
 def difference(got: Trained, wanted: Trained) -> float:
@@ -375,22 +430,121 @@ def difference(got: Trained, wanted: Trained) -> float:
     return max(differences)
 
 
+def as_trained(case: Case) -> dict[str, float]:
+    """How far from each chat alone the ways to train on packs are."""
+    return {
+        "flattened": case.difference(case.batches("flattened")),
+        "padded": case.difference(case.batches("padded")),
+        "rows of S positions": case.difference_of_rows(),
+    }
+
+
+# ---- what is wrong, and has to be seen ----
+
+
+def wrongly_trained(case: Case) -> dict[str, float]:
+    """How far from each chat alone training is that goes wrong in one thing."""
+    step = case.inputs()
+    ignored = [boundaries_ignored(case.model, batch) for batch in case.batches("flattened")]
+    wrong = {
+        "two items swapped": case.difference(case.batches("flattened", Swapped(step))),
+        "boundaries ignored": case.difference(ignored),
+    }
+    if hasattr(case.model.model, "get_rope_index"):
+        wrong["positions of the text alone"] = case.difference(case.batches("flattened", TextPositions(step)))
+    return wrong
+
+
+def boundaries_ignored(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the positions of one long sequence, which the model counts in its own way."""
+    ids = batch["input_ids"]
+    positions = torch.arange(ids.shape[1])[None]
+    if hasattr(model.model, "get_rope_index"):
+        types = (ids == model.config.image_token_id).long()
+        positions, _ = model.model.get_rope_index(ids, types, batch.get("image_grid_thw"))
+    return {**batch, "position_ids": positions}
+
+
+@dataclass(frozen=True)
 class Swapped:
-    """A media step that gives another one the first two items of equally many positions with their files swapped."""
+    """A media step that gives another one two items of equally many positions with their files swapped."""
 
-    def __init__(self, step: Callable[[Any], dict[str, Any]]) -> None:
-        self.step = step
+    step: MediaStep
 
-    def __call__(self, batch: Any) -> dict[str, Any]:
+    def __call__(self, batch: MediaBatch) -> dict[str, Any]:
         items = list(batch.items)
-        for first, second in ((a, b) for a in range(len(items)) for b in range(a)):
+        pairs = ((first, second) for second in range(len(items)) for first in range(second))
+        for first, second in pairs:
             one, other = items[first], items[second]
             if one.length == other.length and bytes(one.data) != bytes(other.data):
-                items[first], items[second] = replaced(one, data=other.data), replaced(other, data=one.data)
+                items[first], items[second] = replace(one, data=other.data), replace(other, data=one.data)
                 break
-        return self.step(replaced(batch, items=items))
+        return self.step(batch._replace(items=items))
 
 
-def replaced(record: Any, **values: Any) -> Any:
-    """A copy of a dataclass or named tuple with other values."""
-    return record._replace(**values) if hasattr(record, "_replace") else dataclasses.replace(record, **values)
+@dataclass(frozen=True)
+class TextPositions:
+    """A media step that gives what another one does, but counts positions in images as those of text."""
+
+    step: MediaStep
+
+    def __call__(self, batch: MediaBatch) -> dict[str, Any]:
+        made = self.step(batch)
+        return {**made, "mrope_position_ids": batch.position_ids.expand_as(made["mrope_position_ids"])}
+
+
+# ---- flash attention ----
+
+
+def use_flash_attention(model: Any) -> None:
+    """Let a model attend as flash attention does, which needs a GPU: written with torch's own attention.
+
+    It takes no mask but that of padding. Sequences in a row are told by ``cu_seq_lens_q``, or else by where positions
+    do not go on, as transformers does it.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("flash_by_torch", _flash_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("flash_by_torch", flash_attention_mask)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flash_by_torch"
+
+
+def _flash_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Shapes are those of transformers: [rows, heads, positions, width], and the result [rows, positions, heads, width]."""
+    rows, heads, length, _width = query.shape
+    heads_of_keys = key.shape[1]
+    key, value = (states.repeat_interleave(heads // heads_of_keys, 1) for states in (key, value))
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    taken = torch.arange(rows * length)
+    if attention_mask is not None:
+        taken = attention_mask.bool().flatten().nonzero()[:, 0]
+        bounds = [0, *attention_mask.sum(-1).cumsum(0).tolist()]
+    elif cu_seq_lens_q is not None:
+        bounds = cu_seq_lens_q.tolist()
+    elif rows == 1 and position_ids is not None:
+        bounds = [*(position_ids[0] == 0).nonzero()[:, 0].tolist(), length]
+    else:
+        bounds = list(range(0, rows * length + 1, length))
+    attended = torch.zeros_like(flat[0])
+    for begin, end in pairwise(bounds):
+        inside = taken[begin:end]
+        if len(inside):
+            states = (each[inside].transpose(0, 1) for each in flat)
+            causal = module.is_causal if is_causal is None else is_causal
+            found = scaled_dot_product_attention(*states, is_causal=causal, scale=scaling)
+            attended = attended.index_copy(0, inside, found.transpose(0, 1))
+    return attended.unflatten(0, (rows, length)), None

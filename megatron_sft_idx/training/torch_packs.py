@@ -323,9 +323,9 @@ def as_torch(
             their labels -100.
 
     Raises:
-        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers,
-            they hold preference pairs or KTO labels and ``preferences`` does not fit, or images or audio, and neither
-            ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, or ``flash`` with ``media``; a weight of a blend is not above 0, packs come
+            from different tokenizers, they hold preference pairs or KTO labels and ``preferences`` does not fit, or
+            images or audio, and neither ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -343,6 +343,12 @@ def as_torch(
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     if pad_to_multiple_of < 1:
         raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
+    if layout == "flash" and media is not None:
+        # The image encoder of LlavaModel, for one, is passed what the model is, and takes cu_seq_lens_q for its own.
+        raise FormatError(
+            "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image encoder,"
+            " which then attends across images; use 'flattened': flash attention finds the sequences by position_ids"
+        )
     columns = ("pair",) if preferences else ()
     takes_media = ignore_media or media is not None
     packs: Packs
