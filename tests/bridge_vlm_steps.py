@@ -248,6 +248,33 @@ def positions_of(batch: Batch, ids: dict[str, Any]) -> Tensor:
     return positions
 
 
+def loaded(config: Any) -> list[Batch]:
+    """An epoch of batches from Bridge's own loader, with a worker process, for what it is told to train on."""
+    config.finalize()
+    base = import_module("megatron.bridge.data.base")
+    samples = {"train_samples": 8, "valid_samples": 4, "test_samples": 4}
+    dataset, none, test = config.build_datasets(base.DatasetBuildContext(**samples))
+    assert (none, test) == (None, None)
+    load = import_module("megatron.bridge.data.samplers").build_pretraining_data_loader
+    return list(
+        load(
+            dataset,
+            0,
+            config.dataloader_type,
+            1,
+            1,
+            config.data_sharding,
+            collate_fn=dataset.collate_fn,
+            pin_memory=False,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            global_batch_size=1,
+            drop_last=config.drop_last,
+            seed=config.seed,
+        )
+    )
+
+
 def main(model: str, folder: str, out: str) -> None:
     enter_bridge()
     connect()
@@ -276,6 +303,17 @@ def main(model: str, folder: str, out: str) -> None:
         "padded twice": unequal(made(sequence_multiple=8, within=4), made(sequence_multiple=8)),
         "swapped": unequal({**made(media=Swapped(step)), "position_ids": theirs["position_ids"]}, theirs),
     }
+    config.save_pretrained(Path(folder, "model"))
+    of_bridge = import_module("megatron_sft_idx.training.bridge_config").BridgeVLMConfig(
+        path=shard.prefix,
+        seq_length=LENGTH + 32,
+        processor=str(Path(folder, "processor")),
+        model_config=str(Path(folder, "model")),
+        sequence_multiple=8,
+    )
+    row = {"sequence_multiple": 8, "length": LENGTH + 32, "pad_id": source.pad_id}
+    expected = [made([pack], **row) for pack in packs]
+    found["loaded"] = [[not unequal(batch, each) for each in expected] for batch in loaded(of_bridge)]
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {name: getattr(config, name) for name in names} | {"vocab_size": config.text_config.vocab_size}
     with megatron_device():
@@ -303,8 +341,8 @@ def main(model: str, folder: str, out: str) -> None:
         }
         if model == "qwen3":  # Qwen2.5-VL counts positions by itself
             for name, positions in {
-                "counted through": torch.arange(total)[None],
                 "positions of text": theirs["position_ids"],
+                "time": whole["position_ids"][:1],
             }.items():
                 found["controls"][name] = away({**whole, "position_ids": positions.expand(3, 1, -1)})
             found["unequal"]["positions"] = unequal(

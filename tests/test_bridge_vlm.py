@@ -55,7 +55,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    assert found["packs"] > 1
+    assert found["packs"] == 2
     assert sorted(found["chats"]) == list(range(5))
     print(json.dumps(found, indent=1))
     return found
@@ -66,6 +66,10 @@ def test_a_batch_is_what_bridge_makes_of_the_chats(measured: dict[str, Any]) -> 
     for name, differing in measured["unequal"].items():
         expected = ["visual_inputs: image_grid_thw", "visual_inputs: pixel_values"] if name == "swapped" else []
         assert differing == expected, name
+
+
+def test_the_loader_of_bridge_gives_every_pack_once(measured: dict[str, Any]) -> None:
+    assert sorted(measured["loaded"]) == [[False, True], [True, False]]
 
 
 def test_bridge_trains_on_packs_as_on_its_own_batches_of_single_chats(measured: dict[str, Any]) -> None:

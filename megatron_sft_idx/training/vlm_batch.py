@@ -1,4 +1,4 @@
-"""``bridge_vlm_batch``: a batch with images in the form that Megatron-Bridge's step for vision-language models takes.
+"""Batches with images in the form that Megatron-Bridge's step for vision-language models takes.
 
 That form is one row with all sequences of the batch. Bridge makes it when it collates (``enable_in_batch_packing``);
 its ``training/vlm_step.py`` and its models read it. It differs from our batches in these ways:
@@ -7,19 +7,25 @@ its ``training/vlm_step.py`` and its models read it. It differs from our batches
 - Sequences are padded to a multiple behind each of them, and ``cu_seqlens_q_padded`` says where each begins.
 - Labels are -100 where nothing is trained. They are shifted, as ours are.
 - Pixels lie in an object with one attribute for each tensor, ``visual_inputs``.
+
+``bridge_vlm_batch`` makes it of a batch of ours. ``VLMPacks`` is a data set of such batches for Bridge's loader;
+``bridge_config.BridgeVLMConfig`` makes one of shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.training.batch import BatchAssembler
 
 # The tensors of a batch that the packed row is made of, or that follow from it.
 _TEXT = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "mrope_position_ids")
@@ -146,3 +152,37 @@ def _visual_inputs(batch: Mapping[str, Any]) -> Any:
             f" not take; it takes {', '.join(places)}; make batches without columns, with media=MediaInputs(...)"
         )
     return container(**{name: batch[name] for name in places if name in batch})
+
+
+class VLMPacks(Shown, Dataset[int]):
+    """Packs with images as a data set for Megatron-Bridge's loader, which calls ``collate_fn`` in its workers.
+
+    An item is the number of a pack.
+
+    Args:
+        assembler: as ``bridge_vlm_batch`` wants its batches; rows have ``seq_length`` of it.
+    """
+
+    def __init__(self, assembler: BatchAssembler) -> None:
+        self.assembler = assembler
+
+    def _shown(self) -> str:
+        return f"of {self.assembler!r}"
+
+    def __len__(self) -> int:
+        return len(self.assembler)
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pack {index} of {len(self)}")
+        return int(index)
+
+    def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:
+        """The batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
+        batch, assembler = self.assembler.assemble(packs), self.assembler
+        return bridge_vlm_batch(
+            batch,
+            sequence_multiple=assembler.sequence_multiple,
+            length=assembler.seq_length,
+            pad_id=assembler.pad_id,
+        )
