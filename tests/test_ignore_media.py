@@ -218,7 +218,7 @@ WAYS: dict[str, Callable[..., Batches]] = {
     "as_torch of a Shard": of_torch(lambda folder: Shard(folder / "a")),
     "as_torch of a SFTIndexedDataset": of_torch(lambda folder: SFTIndexedDataset(str(folder / "a"))),
     "as_torch of open_dataset": of_torch(lambda folder: open_dataset(folder / "a"), layout="padded"),
-    "as_torch of a ShardSet": of_torch(shards_of, layout="flash"),
+    "as_torch of a ShardSet": of_torch(shards_of, layout="padded"),
     "as_torch of a blend": of_torch(lambda folder: [0.5, folder / "a", 0.5, folder / "b"], num_packs=9),
     "as_torch of a Subset": of_torch(lambda folder: Subset(Shard(folder / "a"), [1, 0])),  # type: ignore[arg-type]
     "as_torch of a ConcatDataset": of_torch(

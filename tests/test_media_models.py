@@ -65,7 +65,7 @@ def test_flash_attention_finds_the_sequences_by_their_positions(case: Case, tmp_
 def test_the_layout_flash_is_refused(tmp_path: Path) -> None:
     """LLaVA's image encoder takes the boundaries of the texts for its own."""
     case = Case.of("llava", tmp_path)
-    with pytest.raises(FormatError, match="layout 'flash' does not go together with media: .*; use 'flattened'"):
+    with pytest.raises(FormatError, match="layout 'flash' does not go together with media"):
         as_torch(case.shard, "flash", media=case.inputs())
     use_flash_attention(case.model)
     flash = as_torch(case.shard, "flash", ignore_media=True)
@@ -82,7 +82,7 @@ def test_a_model_whose_attention_is_not_causal_in_images_is_refused(tmp_path: Pa
     family = FAMILIES["gemma3"]
     processor = family.processor(tmp_path / "processor")
     model = family.model(processor)
-    with pytest.raises(FormatError, match="Gemma3Model: its attention is not causal inside images, .* token_type_ids"):
+    with pytest.raises(FormatError, match="Gemma3Model: its attention is not causal inside images"):
         MediaInputs(processor, model.config)
     for name in ("Gemma4Config", "Molmo2Config", "PaliGemmaConfig"):
         with pytest.raises(FormatError, match="its attention is not causal inside images"):

@@ -154,6 +154,9 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     Args:
         packs: where the packs come from.
         layout: as for ``as_torch``, and so are all others.
+
+    Raises:
+        FormatError: ``layout`` is ``flash``, and ``media`` was passed.
     """
 
     def __init__(
@@ -167,6 +170,13 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         media: MediaStep | None = None,
         ignore_media: bool = False,
     ) -> None:
+        if layout == "flash" and media is not None:
+            # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
+            raise FormatError(
+                "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
+                " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
+                " position_ids"
+            )
         self.packs, self.layout, self.media = packs, layout, media
         self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
         self.loss_weights = loss_weights or preferences
@@ -343,12 +353,6 @@ def as_torch(
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     if pad_to_multiple_of < 1:
         raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
-    if layout == "flash" and media is not None:
-        # The image encoder of LlavaModel, for one, is passed what the model is, and takes cu_seq_lens_q for its own.
-        raise FormatError(
-            "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image encoder,"
-            " which then attends across images; use 'flattened': flash attention finds the sequences by position_ids"
-        )
     columns = ("pair",) if preferences else ()
     takes_media = ignore_media or media is not None
     packs: Packs
