@@ -72,9 +72,9 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards with images as they are, for ``megatron.bridge.training.vlm_step``: ``config.dataset = BridgeVLMConfig(...)``.
+    """Shards with images as they are, for ``megatron.bridge.training.vlm_step``.
 
-    Each micro-batch is one pack, as one row of ``seq_length`` positions. The micro-batch size of the run must be 1.
+    ``config.dataset = BridgeVLMConfig(path=..., ...)``. Each micro-batch is one pack, as one row of ``seq_length`` positions. The micro-batch size of the run must be 1.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
