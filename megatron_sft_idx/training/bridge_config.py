@@ -74,7 +74,8 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
 class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
     """Shards with images as they are, for ``megatron.bridge.training.vlm_step``.
 
-    ``config.dataset = BridgeVLMConfig(path=..., ...)``. Each micro-batch is one pack, as one row of ``seq_length`` positions. The micro-batch size of the run must be 1.
+    Pass it as ``config.dataset``. Each micro-batch is one pack, in one row of ``seq_length`` positions, so the run's
+    micro-batch size must be 1.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
