@@ -524,7 +524,7 @@ def _flash_attention(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Takes states [rows, heads, positions, width], and gives [rows, positions, heads, width], as transformers has it."""
+    """Takes states [rows, heads, positions, width] as transformers does, and gives [rows, positions, heads, width]."""
     rows, heads, length, _width = query.shape
     heads_of_keys = key.shape[1]
     key, value = (states.repeat_interleave(heads // heads_of_keys, 1) for states in (key, value))
