@@ -109,10 +109,7 @@ def test_a_model_whose_attention_is_not_causal_in_images_is_refused(tmp_path: Pa
 
 
 def test_batches_without_images_are_of_text(case: Case, tmp_path: Path) -> None:
-    rows = [messages for messages in case.rows if all(len(message["content"]) < 3 for message in messages)]
-    assert rows
-    shard = shard_of(rows, tmp_path, case.folder, 256)
-    texts = replace(case, rows=rows, shard=shard, wanted=alone(case.model, case.processor, rows, shard))
+    texts = case.of_text(tmp_path)
     (batch,) = texts.batches("flattened")
     assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
     assert texts.difference([batch]) < TOLERANCE

@@ -32,7 +32,7 @@ from torch.utils.data import get_worker_info
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.chat.media_files import MISSING, decoded_image, decoded_recording
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media import Kind, MediaItem
+from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
 
 # What to do about a shard with images or audio whose batches can carry them.

@@ -39,6 +39,15 @@ def test_what_is_trained_wrongly_is_seen(case: Case) -> None:
     assert min(found.values()) > 1000 * TOLERANCE
 
 
+def test_batches_without_images_are_of_text(case: Case, tmp_path: Path) -> None:
+    texts = case.of_text(tmp_path)
+    (batch,) = texts.batches("flattened")
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    dimensions = 4 if hasattr(case.model.model, "get_rope_index") else 1
+    assert batch["position_ids"].numel() == dimensions * batch["input_ids"].numel()
+    assert texts.difference([batch]) < TOLERANCE
+
+
 def test_positions_that_depend_on_more_than_is_known_are_an_error(tmp_path: Path) -> None:
     """Qwen2.5-Omni counts recordings by their frames."""
     processor = qwen2_5_omni(tmp_path)
