@@ -306,7 +306,13 @@ class _Loaded(NamedTuple):
         ]
         if missing:
             raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
-        found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        try:
+            found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        except Exception as error:  # whatever its own code raises
+            raise FormatError(
+                f"get_rope_index of the model fails with {', '.join(name for name in wanted if name in known)}, which"
+                f" are all that is known here: {brief(str(error))}"
+            ) from error
         if found.ndim != 3 or len(found) != 3:
             raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
         by_sequence: Tensor = found.transpose(0, 1)
