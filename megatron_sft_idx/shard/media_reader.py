@@ -29,6 +29,7 @@ _Part = TypeVar("_Part")
 _Read = TypeVar("_Read")
 
 _NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
+_IS_KIND = np.isin(np.arange(256), [*KIND_NAMES])  # for each uint8 whether it is the code of a kind
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
 
 
@@ -138,11 +139,11 @@ class ShardMedia:
         CorruptShardError: the offsets leave the file (M5), or an item shows a blob that is not there (M9).
         """
         offsets = self.arrays["item_offsets"][first : last + 1]
-        counts = np.diff(offsets)
         begin, end = int(offsets[0]), int(offsets[-1])
-        if (counts < 0).any() or ((offsets < 0) | (offsets > self.header.num_items)).any():
+        if begin < 0 or end > self.header.num_items or (offsets[1:] < offsets[:-1]).any():
             detail = f"item offsets of packs {first} to {last - 1} are not ascending, up to {self.header.num_items}"
             raise self._error("item_offsets", first, "M5", detail)
+        counts = offsets[1:] - offsets[:-1]
         if begin == end:
             return counts, _NO_ITEMS
         items = Items(*self._at_once(lambda name: self.arrays[name][begin:end], Items._fields))
@@ -192,8 +193,8 @@ class ShardMedia:
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
         """CorruptShardError where the kind of an item is unknown (M8); the items begin with those of ``pack``."""
-        if (wrong := ~np.isin(items.kinds, [*KIND_NAMES])).any():
-            at, expected = int(np.argmax(wrong)), " or ".join(map(str, KIND_NAMES))
+        if not (known := _IS_KIND[items.kinds]).all():
+            at, expected = int(np.argmin(known)), " or ".join(map(str, KIND_NAMES))
             detail = f"kind {items.kinds[at]}, expected {expected}"
             raise self._error("kinds", self._first_item(pack) + at, "M8", detail)
 
