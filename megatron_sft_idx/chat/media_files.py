@@ -22,6 +22,9 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 from urllib.request import Request, urlopen
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_sft_idx.chat.media_parts import MediaFile
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError, brief
@@ -218,6 +221,35 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
         raise
     except Exception as error:  # the library's errors, and those of its callbacks
         raise RowError(f"no recording that can be decoded: {_reason(error)}") from None
+
+
+def decoded_image(data: bytes | memoryview, limits: MediaLimits | None = None) -> Any:
+    """An image of pillow in RGB, turned upright as its EXIF says: as transformers loads it.
+
+    Errors as of ``open_image``.
+    """
+    with open_image(data, limits or MediaLimits()) as image:
+        return _module("PIL.ImageOps").exif_transpose(image).convert("RGB")
+
+
+def decoded_recording(data: bytes | memoryview, rate: int, limits: MediaLimits | None = None) -> NDArray[np.float32]:
+    """The samples of a recording in one channel, float32 [samples], at another rate: as transformers loads it.
+
+    Channels are averaged, and the length is the old one times the ratio of the rates, rounded up.
+
+    Raises:
+        RowError: as of ``open_recording``.
+        FormatError: soundfile, or for another rate soxr, is not installed.
+    """
+    with open_recording(data, limits or MediaLimits()) as sound:
+        given = int(sound.samplerate)
+        channels = sound.read(dtype="float32", always_2d=True).T
+    samples = channels.mean(axis=0) if len(channels) > 1 else channels[0]
+    if given != rate:
+        wanted = -(-len(samples) * rate // given)
+        samples = _module("soxr").resample(samples, given, rate, quality="soxr_hq")
+        samples = np.pad(samples, (0, max(0, wanted - len(samples))))[:wanted]
+    return np.ascontiguousarray(samples, np.float32)
 
 
 def _reason(error: Exception) -> str:

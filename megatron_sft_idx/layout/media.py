@@ -198,6 +198,9 @@ class Items(NamedTuple):
     blobs: NDArray[Any]
 
 
+NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
+
+
 class BrokenItem(NamedTuple):
     """An item that breaks a rule: its number among those given, the rule, what is there, and what was expected."""
 

@@ -13,7 +13,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, shard_name
-from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
+from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, PacksInMemory, ShardSpecs
 from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.judged import require_shard_judged
@@ -147,17 +147,17 @@ class CatalogShards(Catalog, LiveShards):
                 return None
         return self._counts[number]
 
-    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
         """Open a shard, and ask the kernel for its pages.
 
         Raises:
             FormatError: it breaks what the producer promised, judges answers by a column that is not asked for, or has
-                images or audio, and ``ignore_media`` was not passed.
+                images or audio, and ``allow_media`` was not passed.
         """
         shard = self._read(number, lambda prefix: Shard(prefix, columns=columns))
         header = shard.header
         require_shard_judged(shard.prefix, header, columns)
-        require_text(shard.prefix, header.has_media, ignore_media)
+        require_text(shard.prefix, header.has_media, allow_media)
         if self._limits is not None:
             limits, pad_id = self._limits
             sequences, multiple = limits.max_sequences_per_pack, limits.sequence_multiple
@@ -177,7 +177,8 @@ class CatalogShards(Catalog, LiveShards):
         for array in arrays:
             _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
         specs = {column.name: column.spec for column in opened}
-        return OpenPacks(header.num_packs, header.num_tokens, specs, (shard.index, arrays), None, files.pack_error)
+        found = PacksInMemory(shard.index, arrays, shard.items)
+        return OpenPacks(header.num_packs, header.num_tokens, specs, found, None, files.pack_error)
 
     # ---- waiting for its producer ----
 

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -40,13 +40,15 @@ from megatron_sft_idx.formats.jsonl_chunks import (
 from megatron_sft_idx.lines import get_logger, shown_by_fields
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
-from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
+from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, PacksInMemory
 from megatron_sft_idx.live.waiting import PASSING_ERRORS, Settling, Waiter, patiently, status_of
 from megatron_sft_idx.packs.run import PackRun, checked_run
+from megatron_sft_idx.packs.run_media import KeptBlobs, RunItems, RunMedia
 from megatron_sft_idx.shard.judged import require_judged
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.training import Arrays, Index, require_text
+from megatron_sft_idx.tokenize.encoding import items_of
+from megatron_sft_idx.training import require_text
 
 OnBadRow = Literal["error", "skip"]
 
@@ -263,14 +265,14 @@ class LiveChunks(LiveShards):
             self._counts[number] = len(self._opened(number))
         return self._counts[number]
 
-    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
         """Find the lines of a chunk that is whole, which reads all of it.
 
-        FormatError: it is of another kind, or a processor expands images and audio in its lines, and ``ignore_media``
+        FormatError: it is of another kind, or a processor expands images and audio in its lines, and ``allow_media``
         was not passed.
         """
         path = self.path_of(number)
-        require_text(path, self.encoding is not None and self.encoding.processor is not None, ignore_media)
+        require_text(path, self.encoding is not None and self.encoding.processor is not None, allow_media)
         if self.encoding is not None and recognise(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
@@ -280,11 +282,12 @@ class LiveChunks(LiveShards):
             require_judged(path, specs, specs.__getitem__, {}, columns, instead)
         chunk = self._opened(number)
 
-        def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:
+        def load(packs: NDArray[np.int64]) -> tuple[PacksInMemory, NDArray[np.int64]]:
             """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
             run = self.packs(chunk, packs.tolist())
             index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
-            return (index, (run.tokens, run.loss_mask)), np.arange(len(packs))
+            items = None if run.media is None else RunItems(run.media, run.begins)
+            return PacksInMemory(index, (run.tokens, run.loss_mask), items), np.arange(len(packs))
 
         # How many tokens it has nobody knows before all is read; lines are held to the rules as they are read.
         return OpenPacks(len(chunk), None, {}, None, load, lambda found: FormatError(f"{chunk.path}: {found}"))
@@ -358,13 +361,16 @@ class LiveChunks(LiveShards):
             else:
                 raw = chunk.line(index)
                 line = JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False)
+                blobs = KeptBlobs()
                 with comparing_all_texts(index < COMPARED_ROWS and chunk.path == self.path_of(0)):
-                    piece = self.encoder.encode(line)
+                    piece = self.encoder.encode(line, media=self.encoder.media_of(chunk.path, blobs))
                 if piece.bad_rows:
                     raise piece.bad_rows[0]
                 ids, mask, lengths = piece.input_ids, piece.loss_mask, piece.lengths  # of one sequence, or of each turn
                 run = PackRun.of_pack(ids, mask, np.cumsum(lengths) - lengths)
                 run = checked_run(chunk.path, index, run, "token")
+                if self.encoder.processor is not None:
+                    run = replace(run, media=RunMedia(*items_of(piece.media), blobs))
             self._require_fit(run)
         except DifferentIdsError as error:
             raise FormatError(f"{chunk.path}:{chunk.line_number(index)}: {error.difference}") from None
@@ -378,7 +384,9 @@ class LiveChunks(LiveShards):
             self.skipped += 1
             bad = SequenceError(chunk.path, chunk.line_number(index), reason)
             logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
-            return PackRun.of_pack(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), np.zeros(1, np.int64))
+            run = PackRun.of_pack(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), np.zeros(1, np.int64))
+            if self.encoder is not None and self.encoder.processor is not None:
+                run = replace(run, media=RunMedia.none(1))
         return run
 
     def _require_fit(self, run: PackRun) -> None:

@@ -46,6 +46,7 @@ from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
 from megatron_sft_idx.live.waiting import Stopped, Stopwatch, Waiter
 from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, Tensors, Wanted
+from megatron_sft_idx.training.media import MediaStep
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -78,8 +79,9 @@ class LiveConfig:
         form: of the batches; see ``BatchLayout``.
         columns: names of the shards' columns that batches have, with values as they are stored. Not ``source``: it
             numbers the files of a list in its own shard, which other ranks may never see.
-        ignore_media: train on shards with images and audio, as if their placeholder tokens were text; else such a shard
-            ends training when it is opened.
+        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``. Without
+            it a shard with images or audio ends training when it is opened.
+        ignore_media: train on shards with images and audio, as if their placeholder tokens were text.
         consumer: the name of this training run among those that read the catalog.
         ack_dir: the folder of acknowledgements, where consumers may not write into the catalog.
 
@@ -101,6 +103,7 @@ class LiveConfig:
     pad_id: int | None = None
     form: Form = "wide"
     columns: Sequence[str] = ()
+    media: MediaStep | None = None
     ignore_media: bool = False
     consumer: str = "train"
     ack_dir: str | os.PathLike[str] | None = None
@@ -234,7 +237,8 @@ class LiveLoader(Shown, Iterator[Tensors]):
             f" epoch {state.deal.epoch + 1} of {config.epochs}, from row {state.rows}"
         )
         with self._asking:
-            source = OpenShards(self.shards, self._waiter, config.columns, ignore_media=config.ignore_media)
+            allow_media = config.ignore_media or config.media is not None
+            source = OpenShards(self.shards, self._waiter, config.columns, allow_media=allow_media)
         try:
             assembler = BatchAssembler(
                 source,
@@ -244,6 +248,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
                 sequence_multiple=config.sequence_multiple,
                 pad_id=config.pad_id,
                 form=config.form,
+                media=config.media,
             )
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None

@@ -19,7 +19,7 @@ from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.live.catalog import Limits
 from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.shard.shard_set import require_alike_columns
-from megatron_sft_idx.training import Arrays, Index, Segments, located
+from megatron_sft_idx.training import Arrays, Index, ItemFinder, Segments, located
 
 
 @shown_by_fields
@@ -31,6 +31,21 @@ class ShardSpecs(NamedTuple):
 
 
 @shown_by_fields
+class PacksInMemory(NamedTuple):
+    """Packs that batches are made of.
+
+    Attributes:
+        pack_index: of the packs, which points into the arrays.
+        arrays: tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and columns, an item a row.
+        items: what finds their images and audio; None where they have none.
+    """
+
+    pack_index: Index
+    arrays: Arrays
+    items: ItemFinder | None = None
+
+
+@shown_by_fields
 class OpenPacks(NamedTuple):
     """One open shard. Only one thread may use it.
 
@@ -38,18 +53,17 @@ class OpenPacks(NamedTuple):
         num_packs: how many packs it has.
         num_tokens: how many tokens they have in all; None where only reading all of them would tell.
         specs: the columns that it was opened with, in the order of their arrays.
-        found: the index of its packs, and the arrays that it points into: tokens (uint16 or int32), label-aligned loss
-            mask (uint8 or float32) and columns, an item a row. None where ``load`` reads packs as they are needed.
-        load: reads some packs (int64, one or more) into memory. It gives their index and its arrays, as ``found``, and
-            the numbers of the packs in that index, int64. None where ``found`` has all packs.
+        found: all its packs; None where ``load`` reads packs as they are needed.
+        load: reads some packs (int64, one or more) into memory. It gives these, and their numbers in the index there,
+            int64. None where ``found`` has all packs.
         broken: makes the error about a pack of which a kernel says ``shard S, pack N: what (rule R)``.
     """
 
     num_packs: int
     num_tokens: int | None
     specs: Mapping[str, ColumnSpec]
-    found: tuple[Index, Arrays] | None
-    load: Callable[[NDArray[np.int64]], tuple[tuple[Index, Arrays], NDArray[np.int64]]] | None
+    found: PacksInMemory | None
+    load: Callable[[NDArray[np.int64]], tuple[PacksInMemory, NDArray[np.int64]]] | None
     broken: Callable[[str], Exception]
 
 
@@ -96,10 +110,10 @@ class LiveShards(Shown, ABC):
         """How many packs a shard has; None where it is not there yet, or not any more."""
 
     @abstractmethod
-    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
         """Open a shard that is there, with some of its columns, and ask the kernel for its pages.
 
-        FormatError: it has images or audio, and ``ignore_media`` was not passed.
+        FormatError: it has images or audio, and ``allow_media`` was not passed.
         """
 
     def least_packs(self) -> int:
@@ -142,14 +156,13 @@ class OpenShards(Shown):
         shards: where they come from.
         waiter: says in the log what was opened.
         columns: names of the columns that go into batches.
-        ignore_media: take shards with images and audio, as if their placeholders were text; else they are refused when
-            they are opened.
+        allow_media: take shards with images and audio; else they are refused when they are opened.
     """
 
     def __init__(
-        self, shards: LiveShards, waiter: Waiter, columns: Sequence[str] = (), *, ignore_media: bool = False
+        self, shards: LiveShards, waiter: Waiter, columns: Sequence[str] = (), *, allow_media: bool = False
     ) -> None:
-        self._shards, self._waiter, self._ignore_media = shards, waiter, ignore_media
+        self._shards, self._waiter, self._allow_media = shards, waiter, allow_media
         limits, self.pad_id = shards.limits(waiter)
         self.num_packs, self.fingerprint = 0, ""  # of shards that are still being made, nobody knows these
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
@@ -157,11 +170,12 @@ class OpenShards(Shown):
         # The columns of one shard, which those of all others must be like.
         self._like = (shards.specs_of(columns, waiter) if columns else None) or ShardSpecs(0, {})
         self.columns = {name: [spec] for name, spec in self._like.specs.items()}
+        self.media_prefix: str | None = None  # shards are looked at when they are opened
         self._numbered = any(spec.per == "sequence" for spec in self._like.specs.values())
         # The open shards by number, ascending; their numbers, int64; and of each the packs that are in memory.
         self._open: dict[int, OpenPacks] = {}
         self._numbers = np.zeros(0, np.int64)
-        self._in_memory: list[tuple[Index, Arrays] | None] = []
+        self._in_memory: list[PacksInMemory | None] = []
 
     def _shown(self) -> str:
         return f"{len(self._open)} open shards of {self._shards!r}"
@@ -172,9 +186,7 @@ class OpenShards(Shown):
         if held == self._open.keys():
             return
         for number in sorted(held - self._open.keys()):
-            opened = self._open[number] = self._shards.open(
-                number, tuple(self.columns), ignore_media=self._ignore_media
-            )
+            opened = self._open[number] = self._shards.open(number, tuple(self.columns), allow_media=self._allow_media)
             self._require_alike(number, opened.specs)
             tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
             self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")
@@ -198,13 +210,20 @@ class OpenShards(Shown):
         for slot, one in enumerate(opened):
             if one.load is not None and len(rows := np.flatnonzero(slots == slot)):
                 self._in_memory[slot], local[rows] = one.load(local[rows])
-        indexes = [None if packs_of is None else packs_of[0] for packs_of in self._in_memory]
+        indexes = [None if packs_of is None else packs_of.pack_index for packs_of in self._in_memory]
         limits = self.capacity, self.sequence_multiple, self.most_sequences
         broken = lambda at, said: opened[slots[at]].broken(said)  # noqa: E731
         return located(indexes, slots, local, limits, broken, numbered=self._numbered)
 
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of a held shard: the ``shard``-th by number, from 0."""
+        return self._packs_of(shard).arrays
+
+    def items(self, shard: int) -> ItemFinder | None:
+        """What finds the images and audio of a held shard; ``shard`` as for ``arrays``."""
+        return self._packs_of(shard).items
+
+    def _packs_of(self, shard: int) -> PacksInMemory:
         in_memory = self._in_memory[shard]
         assert in_memory is not None  # ``segments`` loaded what it names
-        return in_memory[1]
+        return in_memory

@@ -114,6 +114,11 @@ class PackRun:
         return np.append(0, np.cumsum(self.pack_sequences))
 
     @property
+    def begins(self) -> NDArray[np.int64]:
+        """The position of the first token of each sequence among all tokens: int64 [sequences]."""
+        return self.seq_starts + np.repeat(self.token_offsets[:-1], self.pack_sequences)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the arrays take, offsets and columns included."""
         arrays = (self.tokens, self.loss_mask, self.seq_starts, self.pack_lengths, self.pack_sequences)

@@ -155,6 +155,25 @@ class CollectedBlobs:
         """Keep the bytes of a new file, for who wants these too."""
 
 
+class KeptBlobs(CollectedBlobs):
+    """Encoded files that are kept in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: list[bytes] = []
+
+    def _keep(self, data: bytes) -> None:
+        self._files.append(data)
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return len(self._files[number])
+
+    def data(self, number: int) -> bytes:
+        """The bytes of one."""
+        return self._files[number]
+
+
 class SpilledBlobs(CollectedBlobs):
     """Encoded files that are kept in a temporary file, which has no name and is gone when this is closed.
 
@@ -322,3 +341,36 @@ class RunMedia:
             shifts = [np.full(len(run.items.blobs), begins[id(run.blobs)], np.uint32) for run in runs]
             columns[3] += np.concatenate(shifts)
         return cls(np.concatenate([run.counts for run in runs]), Items(*columns), blobs)
+
+
+class RunItems:
+    """Finds the images and audio of a run's sequences by the positions of their tokens.
+
+    Args:
+        media: the images and audio of the run.
+        begins: the position of the first token of each of its sequences, int64 [sequences], ascending.
+    """
+
+    def __init__(self, media: RunMedia, begins: NDArray[np.int64]) -> None:
+        self._media, self._begins = media, begins
+
+    def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
+        """The items of some sequences, which are those of the run as a whole.
+
+        Args:
+            starts: position of the first token of each, int64 [sequences].
+            lengths: how many tokens each has, int64 [sequences].
+
+        Returns:
+            For each item the number of its sequence, int64 [items]; and the items, whose ``starts`` are counted from
+            the first token of the sequence.
+        """
+        chosen = self._media.taken(np.searchsorted(self._begins, starts))
+        return np.repeat(np.arange(len(starts)), chosen.counts), chosen.items
+
+    def bytes_of_each(self, numbers: Sequence[int]) -> dict[int, bytes | memoryview]:
+        """Encoded files by number."""
+        return {number: self._media.blobs.data(number) for number in numbers}
+
+    def will_need(self, numbers: Sequence[int]) -> None:
+        """Nothing is read: the files are in memory."""

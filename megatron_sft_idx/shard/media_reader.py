@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, Items, MediaHeader, MediaItem, blob_hash
+from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, NO_ITEMS, Items, MediaHeader, MediaItem, blob_hash
+from megatron_sft_idx.packing import csr_rows
 from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.opening import FileStart, open_items, read_header, read_start, require_same
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
@@ -28,7 +29,6 @@ from megatron_sft_idx.storage.remote.transport import request_pool
 _Part = TypeVar("_Part")
 _Read = TypeVar("_Read")
 
-_NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
 _IS_KIND = np.isin(np.arange(256), [*KIND_NAMES])  # for each uint8 whether it is the code of a kind
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
 
@@ -72,24 +72,39 @@ class ShardMedia:
         return found
 
     def _bytes(self, number: int) -> memoryview:
-        return self._bytes_of_each([number])[number]
+        return self.bytes_of_each([number])[number]
 
-    def _bytes_of_each(self, numbers: Sequence[int]) -> dict[int, memoryview]:
+    def bytes_of_each(self, numbers: Sequence[int]) -> dict[int, memoryview]:
         """Read-only bytes of some blobs, by number. Blobs that lie one behind the other are read at once.
 
         CorruptShardError: offsets leave the file (M10).
         """
         found: dict[int, memoryview] = {}
-        of_blobs = list(_stretches(sorted({*numbers})))
-        offsets_of_each = self._at_once(lambda stretch: self._offsets(*stretch), of_blobs)
-        stretches = [(first, offsets) for (first, _), offsets in zip(of_blobs, offsets_of_each, strict=True)]
-        if isinstance(self.data_bytes, np.ndarray):
-            # The disk is asked for all of them at once, and not for one page after the other.
-            begins, ends = ([offsets[at] for _, offsets in stretches] for at in (0, -1))
-            _native.will_need(self.data_bytes, np.array(begins), np.array(ends))
+        stretches = self._stretches_of(numbers)
+        self._advise(stretches)
         for stretch in self._at_once(self._stretch, stretches):
             found |= stretch
         return found
+
+    def will_need(self, numbers: Sequence[int]) -> None:
+        """Have the kernel read these blobs from disk in the background; of a remote shard nothing is read.
+
+        CorruptShardError: offsets leave the file (M10).
+        """
+        if isinstance(self.data_bytes, np.ndarray):
+            self._advise(self._stretches_of(numbers))
+
+    def _stretches_of(self, numbers: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """The blobs in runs that lie one behind the other: the first of each run, and the offsets of the run."""
+        of_blobs = list(_stretches(sorted({*numbers})))
+        offsets_of_each = self._at_once(lambda stretch: self._offsets(*stretch), of_blobs)
+        return [(first, offsets) for (first, _), offsets in zip(of_blobs, offsets_of_each, strict=True)]
+
+    def _advise(self, stretches: Sequence[tuple[int, list[int]]]) -> None:
+        """Ask the disk for all of them at once, and not for one page after the other."""
+        if isinstance(self.data_bytes, np.ndarray):
+            begins, ends = ([offsets[at] for _, offsets in stretches] for at in (0, -1))
+            _native.will_need(self.data_bytes, np.array(begins, np.int64), np.array(ends, np.int64))
 
     def _offsets(self, first: int, last: int) -> list[int]:
         """Where blobs ``[first, last)`` begin, and the last one ends. CorruptShardError: not in the file (M10)."""
@@ -145,7 +160,7 @@ class ShardMedia:
             raise self._error("item_offsets", first, "M5", detail)
         counts = offsets[1:] - offsets[:-1]
         if begin == end:
-            return counts, _NO_ITEMS
+            return counts, NO_ITEMS
         items = Items(*self._at_once(lambda name: self.arrays[name][begin:end], Items._fields))
         if (wrong := items.blobs >= self.header.num_blobs).any():
             at = int(np.argmax(wrong))
@@ -184,9 +199,58 @@ class ShardMedia:
             if not (size and start + size <= length):
                 detail = f"pack {pack} of {length} tokens: an item at positions {start} to {start + size - 1}"
                 raise self._error("starts", self._first_item(pack) + at, "M6", detail)
-        data = self._bytes_of_each(blobs)
+        data = self.bytes_of_each(blobs)
         each = zip(starts, lengths, codes, blobs, strict=True)
         return [MediaItem(KIND_NAMES[code], start, size, data[blob]) for start, size, code, blob in each]
+
+    def of_ranges(
+        self, token_offsets: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], Items]:
+        """The items of some sequences, in order; see ``ShardItems``.
+
+        Args:
+            token_offsets: of the shard's packs, int64 [packs + 1].
+            starts: position of the first token of each sequence in the shard, int64 [sequences].
+            lengths: how many tokens each has, int64 [sequences].
+
+        Returns:
+            For each item the number of its sequence, int64 [items]; and the items, whose ``starts`` are counted from
+            the first token of the sequence.
+
+        CorruptShardError: a rule is broken that keeps one from being found: M5 to M9.
+        """
+        arrays, packs = self._item_arrays, np.searchsorted(token_offsets, starts, "right") - 1
+        offsets = arrays["item_offsets"]
+        firsts, counts = offsets[packs], offsets[packs + 1] - offsets[packs]
+        if (wrong := (counts < 0) | (firsts < 0) | (firsts + counts > self.header.num_items)).any():
+            pack = int(packs[np.argmax(wrong)])
+            raise self._error("item_offsets", pack, "M5", f"the items of pack {pack} are not among all of them")
+        if not counts.any():
+            return np.zeros(0, np.int64), NO_ITEMS
+        sequences, entries = np.repeat(np.arange(len(starts)), counts), csr_rows(firsts, counts)[1]
+        items = Items(*(arrays[name][entries] for name in Items._fields))
+        begins = token_offsets[packs][sequences] + items.starts - starts[sequences]
+        stops = begins + items.lengths
+        own = np.flatnonzero((stops > 0) & (begins < lengths[sequences]))
+        sequences, entries, begins, stops = (each[own] for each in (sequences, entries, begins, stops))
+        items = Items(begins, *(values[own] for values in items[1:]))
+        behind = np.append(True, (begins[1:] >= stops[:-1]) | (sequences[1:] > sequences[:-1]))[: len(own)]
+        for rule, name, broken, expected in (
+            ("M6", "starts", (begins < 0) | (stops > lengths[sequences]) | (begins == stops), "inside one sequence"),
+            ("M7", "starts", ~behind, "a position behind the item before it"),
+            ("M8", "kinds", ~_IS_KIND[items.kinds], " or ".join(map(str, KIND_NAMES))),
+            ("M9", "blobs", items.blobs >= self.header.num_blobs, f"less than {self.header.num_blobs}"),
+        ):
+            if broken.any():
+                entry = int(entries[np.argmax(broken)])
+                found = int(arrays[name][entry])
+                raise self._error(name, entry, rule, f"{found} as entry {entry} of {name}, expected {expected}")
+        return sequences, items
+
+    @cached_property
+    def _item_arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of items, of a remote shard read as a whole: batches need some entries of every part of them."""
+        return {name: self.arrays[name][:] for name in ("item_offsets", *Items._fields)}
 
     def _first_item(self, pack: int) -> int:
         return int(self.arrays["item_offsets"][pack : pack + 1][0])
@@ -212,6 +276,23 @@ class ShardMedia:
         self._require_known_kinds(first, items)
         packs = np.repeat(np.arange(len(counts)), counts)
         return RunMedia.of_packs(items, packs, sequence_offsets, seq_starts, self)
+
+
+class ShardItems:
+    """Finds the images and audio of a shard's sequences by the positions of their tokens.
+
+    Args:
+        media: the images and audio of the shard.
+        token_offsets: where its packs begin, and the last one ends: int64 [packs + 1].
+    """
+
+    def __init__(self, media: ShardMedia, token_offsets: NDArray[np.int64]) -> None:
+        self._media, self._token_offsets = media, token_offsets
+        self.bytes_of_each, self.will_need = media.bytes_of_each, media.will_need
+
+    def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
+        """The items of some sequences; see ``ShardMedia.of_ranges``."""
+        return self._media.of_ranges(self._token_offsets, starts, lengths)
 
 
 def items_start(paths: ShardPaths) -> FileStart | None:

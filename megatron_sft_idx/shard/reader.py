@@ -20,7 +20,7 @@ from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.layout.media import MediaItem
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.media_reader import ShardMedia, copied_items, open_media
+from megatron_sft_idx.shard.media_reader import ShardItems, ShardMedia, copied_items, open_media
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
@@ -132,6 +132,11 @@ class Shard(Shown):
     def media(self) -> ShardMedia | None:
         """Images and audio of the packs; None if the shard was written without. Errors as of ``open_media``."""
         return open_media(self._paths, self.header, self.backend)
+
+    @cached_property
+    def items(self) -> ShardItems | None:
+        """What finds the images and audio of sequences; None if the shard was written without."""
+        return None if self.media is None else ShardItems(self.media, self.token_offsets)
 
     @property
     def prefix(self) -> str:

@@ -37,15 +37,26 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
 from megatron_sft_idx.layout.files import no_column
+from megatron_sft_idx.layout.media import KIND_NAMES
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
-from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, WholeRows, in_slots
+from megatron_sft_idx.training.media import CARRIED_BY, BatchItem, MediaBatch, MediaStep, text_positions
+from megatron_sft_idx.training.sources import (
+    Arrays,
+    PackSource,
+    Segments,
+    WholeRows,
+    find_items,
+    in_slots,
+    require_text,
+)
 
 # ---- tensors and where they lie ----
 
 
 Form = Literal["wide", "narrow", "narrow-weighted"]
+# By name. A media step may add what is no tensor.
 Tensors = dict[str, torch.Tensor]
 
 # A cache line: every tensor of a batch begins on one.
@@ -147,6 +158,7 @@ class Batch(Shown):
     Attributes:
         tensors: views of the storage, by name.
         arrays: the same as numpy arrays.
+        media: what a media step made of the images and audio in the batch, by name.
     """
 
     def __init__(
@@ -163,6 +175,7 @@ class Batch(Shown):
             storage.share_memory_()  # type: ignore[no-untyped-call]
         self.layout, self.storage, self.tensors, self._shared = layout, storage, layout.carve(storage), shared
         self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+        self.media: dict[str, Any] = {}
 
     def _shown(self) -> str:
         return f"{self.layout.rows} x {self.layout.seq_length:,} tokens: {', '.join(self.tensors)}"
@@ -173,15 +186,17 @@ class Batch(Shown):
     def __getitem__(self, row: int) -> Tensors:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
+        if self.media:
+            raise FormatError("rows with images or audio come as whole batches; pass collate_fn=whole_batch")
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It pickles as one tensor, and unpickles in another process as the dictionary of all tensors."""
-        return self.layout.carve, (self.storage,)
+        return _unpickled, (self.layout, self.storage, self.media)
 
     def whole(self) -> Tensors | Batch:
         """The tensors by name; the batch itself where it is in shared memory, since it pickles for less."""
-        return self if self._shared else dict(self.tensors)
+        return self if self._shared else {**self.tensors, **self.media}
 
     def head(self, rows: int) -> Batch:
         """A batch of fewer rows in the same storage: the last batch of an epoch may be smaller."""
@@ -190,6 +205,10 @@ class Batch(Shown):
         if not 0 <= rows < self.layout.rows:
             raise ValueError(f"a batch of {rows} rows does not fit the buffers, which have {self.layout.rows}")
         return Batch(replace(self.layout, rows=rows), storage=self.storage)
+
+
+def _unpickled(layout: BatchLayout, storage: torch.Tensor, media: dict[str, Any]) -> Tensors:
+    return {**layout.carve(storage), **media}
 
 
 def whole_batch(rows: Any) -> Any:
@@ -228,11 +247,14 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         padding_mask: whether batches have a padding mask, for MoE routers.
         columns: names of the source's columns that batches have.
         files: what the column ``source`` numbers first, where it numbers files alike for several assemblers.
+        media: makes of the images and audio of a batch what is added to it: ``MediaInputs``, or ``keep_items``.
+        ignore_media: take packs with images or audio as if their placeholder tokens were text.
         fetch_nbytes: how many bytes ``will_need`` may fetch ahead of remote shards.
 
     Raises:
         ValueError: arguments that contradict each other, or a source whose packs may not fit a row.
-        FormatError: the source has no such column.
+        FormatError: the source has no such column; or its packs have images or audio, and neither ``media`` nor
+            ``ignore_media`` was passed.
     """
 
     def __init__(
@@ -247,6 +269,8 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         padding_mask: bool = False,
         columns: Sequence[str] = (),
         files: Sequence[dict[str, Any]] = (),
+        media: MediaStep | None = None,
+        ignore_media: bool = False,
         fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         if seq_length % sequence_multiple:
@@ -262,6 +286,8 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
                 f" {sequence_multiple}"
             )
+        if media is None:
+            require_text(source.media_prefix or "", source.media_prefix is not None, ignore_media, CARRIED_BY)
         for name in columns:
             if name not in source.columns:
                 raise FormatError(f"columns: the source {no_column(name, source.columns)}; open its shards with it")
@@ -269,7 +295,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
         self.form: Form = form
-        self.padding_mask, self._first_files = padding_mask, files
+        self.padding_mask, self._first_files, self.media = padding_mask, files, media
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
         # The positions of columns among the arrays of a shard; those of tokens are read together with the tokens.
@@ -368,7 +394,33 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             self._put_whole(segments.whole, out.tensors)
         if masked is not None:
             arrays["loss_mask"][masked] = 0
-        return dict(out.tensors)
+        out.media = {} if self.media is None else self.media(self._media_batch(segments, out.tensors))
+        return {**out.tensors, **out.media}
+
+    def _media_batch(self, segments: Segments, tensors: Tensors) -> MediaBatch:
+        """What the media step is given of a batch: its sequences, and its images and audio in their order."""
+        counts = np.diff(segments.offsets)
+        rows, starts = np.repeat(np.arange(len(counts)), counts), _begins(segments, self.sequence_multiple)
+        found = find_items(self.source, segments)
+        sequences, blobs = found.segments, found.items.blobs
+        files = [finder.bytes_of_each(blobs[found.slots == slot].tolist()) for slot, finder in enumerate(found.finders)]
+        columns = (
+            found.items.kinds,
+            starts[sequences] + found.items.starts,
+            found.items.lengths,
+            found.slots,
+            blobs,
+            rows[sequences],
+            sequences,
+        )
+        items = [
+            BatchItem(KIND_NAMES[kind], start, length, files[slot][blob], row, sequence)
+            for kind, start, length, slot, blob, row, sequence in zip(*(each.tolist() for each in columns), strict=True)
+        ]
+        positions = tensors.get("position_ids")
+        if positions is None:
+            positions = text_positions(tensors["tokens"].shape, rows, starts, segments.lengths)
+        return MediaBatch(tensors["tokens"], positions, rows, starts, segments.lengths, items)
 
     def assemble(
         self,
@@ -389,8 +441,9 @@ class BatchAssembler(Shown, Dataset[Tensors]):
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
         """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch."""
-        batch = self.assemble([pack], masked=np.array([masked]))
-        return {name: tensor[0] for name, tensor in batch.items()}
+        batch = Batch(self.layout(1))
+        self.assemble([pack], batch, masked=np.array([masked]))
+        return {name: tensor[0] for name, tensor in batch.tensors.items()} | batch.media
 
     def rows(self, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None) -> Batch:
         """A batch for a DataLoader, in shared memory in its worker processes; ``masked`` is as for ``fill``."""
@@ -419,6 +472,10 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             self._fetcher.announce(segments, slots, arrays)
         else:
             advise(arrays, slots, segments)
+        if self.media is not None:
+            found = find_items(self.source, segments)
+            for slot, finder in enumerate(found.finders):
+                finder.will_need(found.items.blobs[found.slots == slot].tolist())
 
     def forget_needs(self) -> None:
         """Drop what was fetched for batches that will not be filled."""
@@ -535,11 +592,16 @@ class SourceFiles(NamedTuple):
         values[cells] = self.numbers[positions]
 
 
+def _begins(segments: Segments, multiple: int) -> NDArray[np.int64]:
+    """Position in its row of the first token of each sequence, int64 [segments]."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-segments.lengths // multiple) * multiple)])
+    begins: NDArray[np.int64] = ends[:-1] - np.repeat(ends[segments.offsets[:-1]], np.diff(segments.offsets))
+    return begins
+
+
 def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:
     """The padding mask, bool [packs, seq_length]: True where there is no token of a sequence."""
-    counts = np.diff(segments.offsets)
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-segments.lengths // multiple) * multiple)])
-    begins = ends[:-1] - np.repeat(ends[segments.offsets[:-1]], counts)
+    counts, begins = np.diff(segments.offsets), _begins(segments, multiple)
     row = np.repeat(np.arange(len(counts)), counts)
     edges = np.zeros((len(counts), seq_length + 1), np.int8)
     edges[row, begins] += 1
@@ -562,7 +624,7 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
         pad_id: that of the assembler.
         device: the device to copy it to; None leaves it where it is.
     """
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
+    batch = {name: _moved(tensor, device) for name, tensor in batch.items()} if device else dict(batch)
     logical, segment, tokens = batch["cu_seqlens"], segments_of(batch), batch["tokens"].long()
     places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     positions = places - batch.get("cu_seqlens_padded", logical).gather(1, segment)
@@ -572,6 +634,11 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
     loss_mask = batch["loss_mask"].float()
     wide = {"tokens": tokens, "labels": labels, "position_ids": positions.long(), "loss_mask": loss_mask}
     return {**wide, **{name: tensor for name, tensor in batch.items() if name not in wide}}
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """A tensor on another device; what is no tensor stays as it is."""
+    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
 def segments_of(batch: Tensors) -> torch.Tensor:

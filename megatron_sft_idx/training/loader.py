@@ -132,7 +132,7 @@ class BatchIterator(Shown, Iterator[Tensors]):
             old.given_back()
             self._line.free.put(old)
         self.state = slot.state
-        return {name: tensor.clone() for name, tensor in slot.tensors.items()} if self._copy else slot.tensors
+        return {name: _cloned(value) for name, value in slot.tensors.items()} if self._copy else slot.tensors
 
     def close(self) -> None:
         """End the thread, and the waiting of others in ``next``; what was taken stays valid. May be called twice."""
@@ -202,6 +202,8 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
                 return
             layout = assembler.layout(len(segments.offsets) - 1)
             slot.tensors = assembler.fill(segments, slot.buffer(layout), wanted.masked)
+            if loader.pinned and assembler.media is not None:
+                slot.tensors = {name: _pinned(value) for name, value in slot.tensors.items()}
             slot.state = wanted.state
             line.ready.put(slot)
         line.ready.put(None)
@@ -209,6 +211,15 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
         line.ready.put(error)
     finally:
         assembler.forget_needs()
+
+
+def _pinned(value: Any) -> Any:
+    """A tensor in memory that a GPU copies from without waiting; what is no tensor stays as it is."""
+    return value.pin_memory() if isinstance(value, torch.Tensor) and not value.is_pinned() else value
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _looking_ahead(loader: BatchLoader) -> Iterator[tuple[Wanted, Segments]]:

@@ -28,7 +28,15 @@ from megatron_sft_idx.packs.run import first_true
 from megatron_sft_idx.shard.shard_set import running_sums
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash
-from megatron_sft_idx.training.sources import Arrays, JoinedPacks, PlannedPacks, Segments, StoredPacks, WholeRows
+from megatron_sft_idx.training.sources import (
+    Arrays,
+    ItemFinder,
+    JoinedPacks,
+    PlannedPacks,
+    Segments,
+    StoredPacks,
+    WholeRows,
+)
 
 PREFIX = "pretrain:"
 # How many samples of the .bin tell one dataset from another, and of how many bytes.
@@ -174,6 +182,7 @@ class PretrainingPacks(Shown):
         self.num_packs, self.capacity = len(dataset), seq_length
         self.sequence_multiple, self.most_sequences = seq_length, 0
         self.pad_id: int | None = None
+        self.media_prefix: str | None = None
         self.fingerprint = xxhash.xxh3_128_hexdigest(
             json.dumps([corpus.content, dataset.unique_description_hash]).encode()
         )
@@ -231,6 +240,9 @@ class PretrainingPacks(Shown):
         """There are none: no sequence lies here."""
         raise IndexError(f"shard {shard}: pretraining data has none")
 
+    def items(self, shard: int) -> None:
+        """There are no images or audio."""
+
 
 class MixedPacks(Shown):
     """A ``PackSource`` of a blend with pretraining data; its packs are numbered one source after the other.
@@ -254,6 +266,7 @@ class MixedPacks(Shown):
         self.capacity = max(source.capacity for source in sources)
         self.sequence_multiple = self.chats.sequence_multiple
         self.most_sequences, self.pad_id = self.chats.most_sequences, self.chats.pad_id
+        self.media_prefix = self.chats.media_prefix
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
         self.columns = {
             name: [*specs, *(spec for source in self._rows.values() for spec in source.columns[name])]
@@ -285,6 +298,10 @@ class MixedPacks(Shown):
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of one shard of chats; see ``PackSource``."""
         return self.chats.arrays(shard)
+
+    def items(self, shard: int) -> ItemFinder | None:
+        """What finds the images and audio of one shard of chats; see ``PackSource``."""
+        return self.chats.items(shard)
 
 
 def blended(sources: Sequence[StoredPacks | PlannedPacks | PretrainingPacks]) -> JoinedPacks | MixedPacks:

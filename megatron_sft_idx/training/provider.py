@@ -26,6 +26,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.training.media import MediaStep
 from megatron_sft_idx.training.megatron_arguments import (
     FIELDS,
     is_scheduled,
@@ -43,6 +44,7 @@ _SPLITS = ("train", "valid", "test")
 # What the provider takes, columns and media aside: fields of the configuration without an argument of Megatron's.
 _OPTIONS = (
     *("index_only_packing", "packing_method", "max_sequences_per_pack", "padding_mask", "pad_id", "plan_cache"),
+    "media_costs",
 )
 
 
@@ -52,6 +54,7 @@ def train_valid_test_datasets_provider(
     *,
     args: Namespace | None = None,
     columns: Sequence[str] = (),
+    media: MediaStep | None = None,
     ignore_media: bool = False,
     **options: Any,
 ) -> list[Any]:
@@ -62,10 +65,12 @@ def train_valid_test_datasets_provider(
         vp_stage: the virtual pipeline stage, which makes no difference: every stage needs the boundaries.
         args: Megatron's arguments; None asks ``megatron.training`` for them.
         columns: names of columns that rows come with.
+        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``.
         ignore_media: train on shards with images and audio, as if their placeholder tokens were text. A script that
             adds ``--ignore-media`` to Megatron's arguments need not pass it.
         options: other fields of ``PackedSFTDatasetConfig`` that Megatron has no argument for: ``index_only_packing``,
-            ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``.
+            ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``,
+            ``media_costs``.
 
     Raises:
         FormatError: arguments or shards that cannot be trained on, on every rank.
@@ -80,6 +85,7 @@ def train_valid_test_datasets_provider(
     given: dict[str, Any] = {
         **options,
         "columns": tuple(columns),
+        "media": media,
         "single_sequences": is_scheduled(args),
         "tokenizer_fingerprint": _tokenizer_fingerprint(args),
         "vocab_size": getattr(args, "padded_vocab_size", None),

@@ -23,22 +23,30 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.media import KINDS, Kind
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import Wanted
+from megatron_sft_idx.training.media import MediaStep
 from megatron_sft_idx.training.pretraining import MixedPacks, PretrainingPacks, blended
-from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
+from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, find_items, reopen
+
+# What an encoder's work for one position of an image or recording costs, in pairs of positions that attend to each
+# other: 12 m a^2 K / (h L), of an encoder with K layers of width a and m positions for each of the model, which has L
+# layers of width h. These are of Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and Qwen2-Audio 7B (m 2, a 1280, K 32,
+# h 4096, L 32).
+ENCODER_COSTS: Final[Mapping[Kind, float]] = {"image": 25_000, "audio": 9_600}
 
 # ---- the order of an epoch ----
 
@@ -90,6 +98,7 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     source: PackSource
     num_samples: int
     shape: dict[str, Any]
+    media_costs: Mapping[Kind, float] | None = None
 
     def _shown(self) -> str:
         return f"{self.num_samples:,} samples of {self.source!r}"
@@ -128,9 +137,22 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return MicroBatches(self, batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The work of attention for each sample: the sum of its squared sequence lengths, int64 [samples]."""
+        """The work of each sample that differs between full packs, int64 [samples], in pairs of positions.
+
+        Attention of the language model takes the sum of the squared sequence lengths. Where batches carry images and
+        audio, an encoder works on these: each of their positions counts as many pairs as ``media_costs`` says for its
+        kind (None for ``ENCODER_COSTS``).
+        """
         segments = self.source.segments(self.packs(samples))
-        sums = np.append(0, np.cumsum(np.square(segments.lengths)))
+        of_each = np.square(segments.lengths)
+        if self.shape.get("media") is not None:
+            found, costs_of = find_items(self.source, segments), self.media_costs or ENCODER_COSTS
+            by_code = np.zeros(max(KINDS.values()) + 1)
+            for kind, code in KINDS.items():
+                by_code[code] = costs_of.get(kind, 0)
+            of_items = np.rint(by_code[found.items.kinds] * found.items.lengths).astype(np.int64)
+            np.add.at(of_each, found.segments, of_items)
+        sums = np.append(0, np.cumsum(of_each))
         costs: NDArray[np.int64] = sums[segments.offsets[1:]] - sums[segments.offsets[:-1]]
         if segments.whole is not None:
             costs[segments.whole.packs] = self.shape["seq_length"] ** 2
@@ -176,6 +198,9 @@ class PackedRows(Rows):
         pad_id: int | None = None,
         padding_mask: bool = False,
         files: Sequence[dict[str, Any]] = (),
+        media: MediaStep | None = None,
+        ignore_media: bool = False,
+        media_costs: Mapping[Kind, float] | None = None,
     ) -> None:
         self.source: StoredPacks | PlannedPacks = source
         self.order, self.num_samples = EpochOrder(source.num_packs, seed, split, source.fingerprint), num_samples
@@ -186,11 +211,14 @@ class PackedRows(Rows):
             "pad_id": pad_id,
             "padding_mask": padding_mask,
             "files": files,
+            "media": media,
+            "ignore_media": ignore_media,
         }
+        self.media_costs = media_costs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, self.shape.values()
-        return _reopened, (type(self), self.source.state(), order.seed, order.split, self.num_samples, *shape)
+        order, rest = self.order, (*self.shape.values(), self.media_costs)
+        return _reopened, (type(self), self.source.state(), order.seed, order.split, self.num_samples, *rest)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.order.pack_of(samples)
@@ -248,7 +276,8 @@ class BlendedRows(Rows):
     ) -> None:
         self.source: JoinedPacks | MixedPacks = blended([member.source for member in members])
         self.num_samples = len(member_of)
-        self.shape = next(member.shape for member in members if isinstance(member, PackedRows))
+        of_packs = next(member for member in members if isinstance(member, PackedRows))
+        self.shape, self.media_costs = of_packs.shape, of_packs.media_costs
         self._members, self._index = members, (member_of, sample_of)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAX_COUNT
+from megatron_sft_idx.layout.media import Kind
 from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
+from megatron_sft_idx.training.media import CARRIED_BY, MediaStep
 from megatron_sft_idx.training.pretraining import Corpus, EveryToken, PretrainingPacks, is_pretraining
 from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows
 from megatron_sft_idx.training.sources import (
@@ -69,8 +71,11 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
         columns: names of columns that rows come with, beside what Megatron's own data sets give; every shard has them.
             ``docs/megatron.md`` says how a forward step takes them.
-        ignore_media: train on shards with images and audio, as if their placeholder tokens were text; else such shards
-            are refused.
+        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``. Without
+            it shards with images or audio are refused.
+        media_costs: what ranks are kept level by, beside attention: the work of the model's encoders for one position
+            of ``image`` and of ``audio``; see ``rows.ENCODER_COSTS``, which None stands for.
+        ignore_media: train on shards with images and audio, as if their placeholder tokens were text.
         padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
             ``GPTModel``, whose MoE routers then count tokens alone.
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
@@ -96,6 +101,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     sequence_multiple: int | None = None
     pad_id: int | None = None
     columns: tuple[str, ...] = ()
+    media: MediaStep | None = None
+    media_costs: Mapping[Kind, float] | None = None
     ignore_media: bool = False
     padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
@@ -127,11 +134,6 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
         if self.single_sequences:
             self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
-            if self.columns:
-                raise FormatError(
-                    f"columns {', '.join(self.columns)}: Megatron's packing scheduler hands on none; leave them out, or"
-                    " train on packs"
-                )
         self._check_options()
         self.read, blends = ReadOptions.of("read", self.read), [blend for _, blend in self._blends()]
         # Megatron wants it off for object storage, where nothing is mapped here either.
@@ -181,6 +183,12 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_options(self) -> None:
         """Require options that do something."""
+        if self.single_sequences and (self.columns or self.media is not None):
+            what = f"columns {', '.join(self.columns)}" if self.columns else "media"
+            raise FormatError(
+                f"{what}: Megatron's packing scheduler hands on tokens and masks alone; leave this out, or train on"
+                " packs"
+            )
         if not self.index_only_packing and (self.packing_method, self.max_sequences_per_pack) != ("auto", None):
             raise FormatError("packing_method and max_sequences_per_pack are for index_only_packing; set that too")
         if self.pad_id is not None and not 0 <= self.pad_id < (self.vocab_size or MAX_COUNT):
@@ -348,7 +356,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                     " take the tokenizer the shard was made with, or tokenize again"
                 )
             require_shard_judged(prefix, header, self.columns)
-            require_text(prefix, header.has_media, self.ignore_media)
+            if self.media is None:
+                require_text(prefix, header.has_media, self.ignore_media, CARRIED_BY)
             if self.index_only_packing:
                 continue
             if header.capacity > self.sequence_length:
@@ -483,11 +492,11 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     def _packs_of_shards(self, shards: ShardSet, first: int, last: int) -> StoredPacks | PlannedPacks:
         config = self.config
         if not config.index_only_packing:
-            return StoredPacks(shards, first, last, ignore_media=config.ignore_media)
+            return StoredPacks(shards, first, last)
         if config.plan_cache is None:
             log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
         plan, cache = config.plan_options, config.plan_cache
-        return PlannedPacks(shards, plan, cache, first, last, ignore_media=config.ignore_media)
+        return PlannedPacks(shards, plan, cache, first, last)
 
     def _pretraining_packs(self, indices: NDArray[np.integer[Any]] | None) -> PretrainingPacks:
         path, config = self.dataset_path, self.config
@@ -551,13 +560,16 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
                 "pad_id": next((pad for pad in pad_ids if pad is not None and pad >= 0), None),
                 "padding_mask": self.config.padding_mask,
                 "files": self.config.source_files,
+                "media": self.config.media,
+                "ignore_media": self.config.ignore_media,
             }
             if isinstance(self.source, PretrainingPacks):
                 self._rows = PretrainingRows(self.source, len(self), **shape)
             else:
                 kind = SingleRows if self.config.single_sequences else PackedRows
                 seed, split = self.config.random_seed, self.index_split.name
-                self._rows = kind(self.source, seed, split, len(self), **shape)
+                costs = self.config.media_costs
+                self._rows = kind(self.source, seed, split, len(self), **shape, media_costs=costs)
         return self._rows
 
     def __reduce__(self) -> Any:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -23,6 +23,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.media import NO_ITEMS, Items
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
@@ -87,6 +88,31 @@ class Segments:
     whole: WholeRows | None = None
 
 
+class ItemFinder(Protocol):
+    """Finds the images and audio of sequences by the positions of their tokens, in one set of arrays."""
+
+    def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
+        """The items of some sequences, in order.
+
+        Args:
+            starts: position of the first token of each sequence, int64 [sequences].
+            lengths: how many tokens each has, int64 [sequences].
+
+        Returns:
+            For each item the number of its sequence, int64 [items], ascending; and the items, whose ``starts`` are
+            counted from the first token of that sequence.
+        """
+        ...
+
+    def bytes_of_each(self, numbers: Sequence[int]) -> Mapping[int, bytes | memoryview]:
+        """Encoded files by the numbers that ``Items.blobs`` has."""
+        ...
+
+    def will_need(self, numbers: Sequence[int]) -> None:
+        """Have the kernel read these files from disk in the background, where they lie on one."""
+        ...
+
+
 class PackSource(Protocol):
     """Packs to train on, numbered from 0.
 
@@ -99,6 +125,7 @@ class PackSource(Protocol):
         fingerprint: hash of content and options, hex.
         columns: the columns that ``arrays`` gives, in their order, each with its spec in every shard; these differ in
             metadata alone.
+        media_prefix: one of its shards that has images or audio; None where none has, or none is known to.
     """
 
     num_packs: int
@@ -108,6 +135,7 @@ class PackSource(Protocol):
     pad_id: int | None
     fingerprint: str
     columns: dict[str, list[ColumnSpec]]
+    media_prefix: str | None
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; ``packs`` is int64 [packs], or [packs, 2] for live shards."""
@@ -121,6 +149,51 @@ class PackSource(Protocol):
         memory or mapped.
         """
         ...
+
+    def items(self, shard: int) -> ItemFinder | None:
+        """What finds images and audio behind a number of ``Segments.shards``; None where there are none."""
+        ...
+
+
+@shown_by_fields
+class FoundItems(NamedTuple):
+    """Images and audio of ``Segments``, in the order of the sequences and of their places in these.
+
+    Attributes:
+        segments: the number of each item's sequence in ``Segments``, int64 [items].
+        items: the items; ``starts`` are counted from the first token of the sequence.
+        finders: what found them, and has their files.
+        slots: the position in ``finders`` of what found each item, int64 [items].
+    """
+
+    segments: NDArray[np.int64]
+    items: Items
+    finders: list[ItemFinder]
+    slots: NDArray[np.int64]
+
+
+def find_items(source: PackSource, segments: Segments) -> FoundItems:
+    """The images and audio of sequences.
+
+    Raises:
+        CorruptShardError: the places of items break a rule of FORMAT.md.
+        StorageError: the object store of a remote shard does not answer.
+    """
+    used, slots = in_slots(segments.shards, segments.used)
+    finders, found = list[ItemFinder](), []
+    for slot, shard in enumerate(used):
+        if (finder := source.items(shard)) is None:
+            continue
+        rows = np.flatnonzero(slots == slot)
+        of_row, items = finder.of_ranges(segments.starts[rows], segments.lengths[rows])
+        found.append((rows[of_row], items))
+        finders.append(finder)
+    numbers = np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in found)])
+    owners = np.repeat(np.arange(len(found)), [len(rows) for rows, _ in found])
+    order = np.argsort(numbers, kind="stable")
+    columns = zip(*(items for _, items in found), strict=True)
+    items = Items(*(np.concatenate(column)[order] for column in columns)) if found else NO_ITEMS
+    return FoundItems(numbers[order], items, finders, owners[order])
 
 
 def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
@@ -149,20 +222,23 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
     return values
 
 
-def require_text(where: str, has_media: bool, ignore_media: bool) -> None:
+def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = "") -> None:
     """FormatError where packs have images or audio, and go into batches of text alone without leave.
 
-    Everything that makes batches calls this, for each shard or file that it takes packs from.
+    Everything that makes batches calls this, for each shard or file that it takes packs from, unless its batches carry
+    images and audio.
 
     Args:
         where: the shard or file, for the error.
         has_media: whether its packs have images or audio.
         ignore_media: the leave: placeholder tokens are then tokens like all others, whose loss mask is 0.
+        remedy: how batches of the caller can carry them; empty where they cannot.
     """
     if has_media and not ignore_media:
         raise FormatError(
             f"{where}: holds images or audio, and these batches are of text alone, so the model would see nothing where"
-            " their placeholder tokens stand; pass ignore_media=True (--ignore-media) to train on the text all the same"
+            f" their placeholder tokens stand; {remedy or 'train with batches that carry them (docs/media.md)'}, or"
+            " pass ignore_media=True (--ignore-media) to train on the text alone"
         )
 
 
@@ -185,8 +261,7 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 class _ShardPacks(Shown):
     """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
 
-    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names. Shards with images
-    or audio are refused without ``ignore_media``.
+    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
     """
 
     num_packs: int
@@ -199,16 +274,14 @@ class _ShardPacks(Shown):
         total: int,
         first: int,
         last: int | None,
-        ignore_media: bool,
         **options: Any,
     ) -> None:
         end = total if last is None else last
         if not 0 <= first < end <= total:
             raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; take at least one")
         self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
-        self.ignore_media = ignore_media
-        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            require_text(prefix, header.has_media, ignore_media)
+        of_shards = zip(shards.prefixes, shards.headers, strict=True)
+        self.media_prefix = next((prefix for prefix, header in of_shards if header.has_media), None)
         self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
         chosen = [shards.fingerprint, {unit: [first, end], **options}]
@@ -229,7 +302,7 @@ class _ShardPacks(Shown):
 
     def state(self) -> tuple[Any, ...]:
         """The arguments by which ``reopen`` makes this source again in another process: few plain values."""
-        return self.shards.__getstate__(), self.first, self.last, self.ignore_media
+        return self.shards.__getstate__(), self.first, self.last
 
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
@@ -239,6 +312,10 @@ class _ShardPacks(Shown):
         columns = (opened.columns.open(name) for name in self.columns)
         beside = (column.items if column.spec.per == "token" else column.items_in_memory for column in columns)
         return opened.files.tokens, opened.files.loss, *beside
+
+    def items(self, shard: int) -> ItemFinder | None:
+        """What finds the images and audio of one shard; see ``PackSource``."""
+        return None if self.shards.in_memory is not None else self.shards.shard(shard).items
 
 
 def _shard_ranges(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
@@ -294,13 +371,11 @@ def located(
 class StoredPacks(_ShardPacks):
     """A ``PackSource`` of packs as they are stored: ``first`` to ``last``, counted through all shards.
 
-    FormatError: there are no such packs, or shards have images or audio, and ``ignore_media`` was not passed.
+    FormatError: there are no such packs.
     """
 
-    def __init__(
-        self, shards: ShardSet, first: int = 0, last: int | None = None, *, ignore_media: bool = False
-    ) -> None:
-        super().__init__(shards, "packs", len(shards), first, last, ignore_media)
+    def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
+        super().__init__(shards, "packs", len(shards), first, last)
         headers = shards.headers
         self.num_packs = self.last - self.first
         self.capacity = max(header.capacity for header in headers)
@@ -377,12 +452,10 @@ class PlannedPacks(_ShardPacks):
         cache: the folder for the plan's file; None keeps the plan in memory.
         first: the first sequence of the range that is used, counted through all shards.
         last: where the range ends; None for the end of the last shard.
-        ignore_media: take shards with images and audio, as if their placeholders were text.
 
     Raises:
         SequenceError: sequences do not fit the capacity; says how many.
-        FormatError: the range is empty, a column has values of packs, the plan's file was cut short, or shards have
-            images or audio, and ``ignore_media`` was not passed.
+        FormatError: the range is empty, a column has values of packs, or the plan's file was cut short.
     """
 
     def __init__(
@@ -392,14 +465,12 @@ class PlannedPacks(_ShardPacks):
         cache: str | os.PathLike[str] | None = None,
         first: int = 0,
         last: int | None = None,
-        *,
-        ignore_media: bool = False,
     ) -> None:
         _refuse_pack_columns(shards)
         # Every shard that has the column holds whole pairs (rule C10), so pairs begin at even numbers.
         group = 2 if "pair" in shards.columns else 1
         first, last = first // group * group, None if last is None else last // group * group
-        super().__init__(shards, "sequences", shards.num_sequences, first, last, ignore_media, plan=asdict(options))
+        super().__init__(shards, "sequences", shards.num_sequences, first, last, plan=asdict(options))
         self.options, self.cache = options, None if cache is None else os.fspath(cache)
         key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (group - 1)
         self.plan = load_or_make(self.cache, key, self._make)
@@ -470,12 +541,12 @@ class JoinedPacks(Shown):
         self.pad_id = next((source.pad_id for source in sources if source.pad_id is not None), None)
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
         sets = [source.shards for source in sources]
+        self.media_prefix = next((each.media_prefix for each in sources if each.media_prefix is not None), None)
         self.columns = columns_of_sets(sets)
         self._shards_before = running_sums(len(shards.prefixes) for shards in sets)
         self._stored: StoredPacks | None = None
         if all(isinstance(source, StoredPacks) for source in sources):
-            ignore_media = any(source.ignore_media for source in sources)  # each has refused its own, if it is to
-            self._stored = StoredPacks(ShardSet.joined(sets), ignore_media=ignore_media)
+            self._stored = StoredPacks(ShardSet.joined(sets))
             begins = running_sums(map(len, sets))[:-1] + np.array([source.first for source in sources], np.int64)
             self._shift: NDArray[np.int64] = begins - self.packs_before[:-1]
 
@@ -516,6 +587,13 @@ class JoinedPacks(Shown):
             return self._stored.arrays(shard)
         member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
         return self._sources[member].arrays(shard - int(self._shards_before[member]))
+
+    def items(self, shard: int) -> ItemFinder | None:
+        """What finds the images and audio of one shard; see ``PackSource``."""
+        if self._stored is not None:
+            return self._stored.items(shard)
+        member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
+        return self._sources[member].items(shard - int(self._shards_before[member]))
 
 
 def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
@@ -583,14 +661,12 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
         )
 
 
-def reopen(
-    shards: Any, first: int, last: int, ignore_media: bool, cache: str | None = None, *options: Any
-) -> StoredPacks | PlannedPacks:
+def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
     """The source whose ``state`` these arguments are: planned packs where there are options, else stored ones."""
     opened = ShardSet.reopen(shards)
     if not options:
-        return StoredPacks(opened, first, last, ignore_media=ignore_media)
-    return PlannedPacks(opened, PlanOptions(*options), cache, first, last, ignore_media=ignore_media)
+        return StoredPacks(opened, first, last)
+    return PlannedPacks(opened, PlanOptions(*options), cache, first, last)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -621,6 +697,7 @@ class LegacySource(Shown):
         self.most_sequences = int(packs.pack_sequences.max(initial=0))
         self.pad_id = pad_id
         self.columns: dict[str, list[ColumnSpec]] = {}
+        self.media_prefix: str | None = None
         content = StreamHash()
         for array in (packs.tokens, packs.loss_mask, packs.token_offsets, packs.sequence_offsets, self._starts):
             content.update(array)
@@ -638,3 +715,6 @@ class LegacySource(Shown):
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """All tokens and label-aligned loss masks; see ``PackSource``."""
         return self._packs.tokens, self._packs.loss_mask
+
+    def items(self, shard: int) -> None:
+        """Legacy files have no images or audio."""

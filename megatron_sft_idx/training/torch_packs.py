@@ -35,6 +35,7 @@ from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.judged import require_judged, require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.media import CARRIED_BY, BatchItem, MediaBatch, MediaStep, text_positions
 from megatron_sft_idx.training.sources import blend_weights, require_text
 
 Layout = Literal["padded", "flattened", "flash"]
@@ -64,8 +65,8 @@ Blend: TypeAlias = Sequence[float | str | os.PathLike[str] | Packs]
 _MOST_PACKS = 10**8
 
 
-class TorchPack(Mapping[str, Tensor]):
-    """The tensors of one pack, by name.
+class TorchPack(Mapping[str, Any]):
+    """The tensors of one pack, by name, and its images and audio.
 
     It is a mapping and not a ``dict``, so it reaches ``collate`` whole: from each dict the ``Trainer`` of transformers
     removes the keys that the model's ``forward`` has no argument for, such as the boundaries of sequences.
@@ -73,10 +74,10 @@ class TorchPack(Mapping[str, Tensor]):
 
     __slots__ = ("_tensors",)
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Any]) -> None:
         self._tensors = tensors
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -163,9 +164,10 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         pad_to_multiple_of: int = 1,
         loss_weights: bool = False,
         preferences: bool = False,
+        media: MediaStep | None = None,
         ignore_media: bool = False,
     ) -> None:
-        self.packs, self.layout = packs, layout
+        self.packs, self.layout, self.media = packs, layout, media
         self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
         self.loss_weights = loss_weights or preferences
 
@@ -175,6 +177,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     def _shown(self) -> str:
         options = [f"pad_to_multiple_of={self.pad_to_multiple_of}"] * (self.pad_to_multiple_of > 1)
         options += ["preferences"] * self.preferences
+        options += ["media"] * (self.media is not None)
         options += ["ignore_media"] * self.ignore_media
         options += ["loss_weights"] * (self.loss_weights and not self.preferences)
         return f"{', '.join([self.layout, *options])}: {len(self):,} packs of {_name(self.packs)}"
@@ -183,16 +186,20 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         """One pack: ``input_ids`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
 
         It has ``labels`` int64 [length] too, or ``loss_weights`` float32 [length] where these are asked for, and with
-        ``preferences`` also ``pair`` int64 [sequences, 2].
+        ``preferences`` also ``pair`` int64 [sequences, 2], and with ``media`` the list of its images and audio.
 
         Raises:
             FormatError: its mask has weights, and ``loss_weights`` was not asked for; it has no column ``pair``, and
-                ``preferences`` was; or its shard has images or audio, and ``ignore_media`` was not passed.
+                ``preferences`` was; or its shard has images or audio, and neither ``media`` nor ``ignore_media`` was
+                passed.
         """
         pack = self.packs[index]
-        require_text(f"pack {index}", "media" in pack, self.ignore_media)  # of packs of any class
+        if self.media is None:
+            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # of packs of any class
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
-        tensors = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
+        tensors: dict[str, Any] = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
+        if self.media is not None:
+            tensors["media"] = pack.get("media", [])
         if self.loss_weights:
             tensors["loss_weights"] = torch.zeros(len(ids))
             tensors["loss_weights"][1:] = torch.from_numpy(mask[:-1].astype(np.float32))
@@ -208,7 +215,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             tensors["pair"] = torch.from_numpy(_pair_of(pack, index).astype(np.int64))
         return TorchPack(tensors)
 
-    def collate(self, packs: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch of these packs, in the layout of this dataset; ``collate_fn`` of a ``DataLoader``."""
         lengths = torch.cat([pack["seq_boundaries"].diff() for pack in packs])
         key, filler = ("loss_weights", 0.0) if self.loss_weights else ("labels", _IGNORED)
@@ -220,7 +227,35 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             batch = self._flattened(ids, marks, lengths, key, filler)
         if self.preferences:
             batch["pair"] = torch.cat([pack["pair"] for pack in packs])
+        if self.media is not None:
+            self._add_media(self.media, batch, packs, lengths.numpy())
         return batch
+
+    def _add_media(
+        self, step: MediaStep, batch: dict[str, Any], packs: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]
+    ) -> None:
+        """Add what the media step makes of the images and audio of these packs, whose sequences have ``lengths``."""
+        numbers, ends = np.arange(len(lengths)), np.cumsum(lengths)
+        rows, starts = np.zeros_like(numbers), ends - lengths
+        if self.layout == "padded":
+            rows, starts = numbers, np.zeros_like(numbers)
+        items, first = list[BatchItem](), 0
+        for pack in packs:
+            bounds = pack["seq_boundaries"]
+            for item in pack["media"]:
+                in_pack = int(torch.searchsorted(bounds, item.start, right=True)) - 1
+                sequence = first + in_pack
+                start = int(starts[sequence]) + item.start - int(bounds[in_pack])
+                items.append(BatchItem(item.kind, start, item.length, item.data, int(rows[sequence]), sequence))
+            first += len(bounds) - 1
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        if positions is None:
+            positions = text_positions(ids.shape, rows, starts, lengths)
+        batch |= step(MediaBatch(ids, positions, rows, starts, lengths, items))
+        if (of_model := batch.pop("mrope_position_ids", None)) is not None:
+            # Models take the first of four for the positions of the text, by which they find sequences in a row.
+            is_padded = self.layout == "padded"
+            batch["position_ids"] = of_model if is_padded else torch.cat([positions[None], of_model])
 
     def _padded(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
         each = lengths.tolist()
@@ -257,6 +292,7 @@ def as_torch(
     num_packs: int | None = None,
     loss_weights: bool = False,
     preferences: bool = False,
+    media: MediaStep | None = None,
     ignore_media: bool = False,
 ) -> TorchPacks:
     """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
@@ -279,13 +315,17 @@ def as_torch(
             predicting the token at each position, and no ``labels``; ``training.losses.weighted_loss`` takes them.
         preferences: for preference pairs. Batches have ``loss_weights`` and ``pair`` int64 [sequences, 2], and no
             ``labels``; ``dpo_loss`` takes them.
+        media: for shards with images and audio: makes of these what is added to a batch, with ``MediaInputs`` the
+            tensors that the model's processor makes. Of models that count positions in three dimensions (M-RoPE)
+            ``position_ids`` are int64 [4, 1, tokens], those of the text first, and [3, sequences, longest] where
+            ``padded``.
         ignore_media: for shards with images and audio. Batches are of text: placeholder tokens are as all others, and
             their labels -100.
 
     Raises:
         FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers,
-            they hold preference pairs or KTO labels and ``preferences`` does not fit, or images or audio, and
-            ``ignore_media`` was not passed; or as ``open_dataset``.
+            they hold preference pairs or KTO labels and ``preferences`` does not fit, or images or audio, and neither
+            ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -304,20 +344,22 @@ def as_torch(
     if pad_to_multiple_of < 1:
         raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
     columns = ("pair",) if preferences else ()
+    takes_media = ignore_media or media is not None
     packs: Packs
     if isinstance(source, Sequence) and any(_is_weight(each) for each in source):
-        packs = _blended(source, num_packs, columns, ignore_media)
+        packs = _blended(source, num_packs, columns, takes_media)
     elif num_packs is not None:
         raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
     else:
         packs = _opened(source, columns)
-        _require_trainable([packs], columns, ignore_media)
+        _require_trainable([packs], columns, takes_media)
     return TorchPacks(
         packs,
         layout,
         pad_to_multiple_of=pad_to_multiple_of,
         loss_weights=loss_weights,
         preferences=preferences,
+        media=media,
         ignore_media=ignore_media,
     )
 
@@ -338,7 +380,7 @@ def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
 
 
 def _blended(
-    source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...], ignore_media: bool
+    source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...], takes_media: bool
 ) -> WeightedPacks:
     """The packs of a list with a weight in front of each member."""
     weights, members = source[::2], source[1::2]
@@ -346,7 +388,7 @@ def _blended(
     if not alternate:
         raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
     opened = [_opened(each, columns) for each in members]
-    _require_trainable(opened, columns, ignore_media)
+    _require_trainable(opened, columns, takes_media)
     return WeightedPacks(opened, weights, num_packs)
 
 
@@ -368,7 +410,7 @@ def _name(packs: Any) -> str:
     return str(prefix or type(packs).__name__)
 
 
-def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], ignore_media: bool) -> None:
+def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], takes_media: bool) -> None:
     """FormatError where packs are not to be trained on in this way.
 
     That is where a column judges their answers, where they have images or audio, and where they come from different
@@ -377,12 +419,12 @@ def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], ignor
     Args:
         members: all packs that are trained on together.
         columns: names of the columns that the loss takes.
-        ignore_media: whether images and audio may be left out.
+        takes_media: whether packs may have images and audio, which batches carry or leave out.
     """
     first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
     for path, file in (each for member in members for each in _files_of(member)):
         first = first or path
-        require_text(path, file.has_media, ignore_media)
+        require_text(path, file.has_media, takes_media, CARRIED_BY)
         if isinstance(file, Header):
             require_shard_judged(path, file, columns, _REMEDIES)
             stated.append((file.pad_id, file.metadata))

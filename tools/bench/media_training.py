@@ -67,7 +67,7 @@ def pictures(rng: np.random.Generator) -> Iterator[bytes]:
         yield stream.getvalue()
 
 
-def write_packs(prefix: Path, packs: int) -> None:
+def write_packs(prefix: Path, packs: int, image_id: int) -> None:
     """Packs of conversations that each show an image, as LLaVA's processor expands it."""
     rng = np.random.default_rng(0)
     pool, number = list(pictures(rng)), 0
@@ -75,8 +75,10 @@ def write_packs(prefix: Path, packs: int) -> None:
         for _ in range(packs):
             lengths = rng.integers(1000, CAPACITY // IMAGES, IMAGES)
             starts = np.cumsum(lengths) - lengths
-            mask, items = np.zeros(lengths.sum(), np.uint8), []
+            ids, mask = rng.integers(1, image_id, lengths.sum(), np.int32), np.zeros(lengths.sum(), np.uint8)
+            items = []
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                ids[start + 4 : start + 4 + POSITIONS] = image_id
                 mask[start + POSITIONS + 100 : start + length - 1] = 1
                 comment = number.to_bytes(8, "big")
                 file = pool[number % PICTURES]
@@ -84,7 +86,7 @@ def write_packs(prefix: Path, packs: int) -> None:
                 file = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
                 items.append(MediaItem("image", start + 4, POSITIONS, file))
                 number += 1
-            writer.add_pack(rng.integers(1, 30_000, len(mask), np.int32), mask, starts, media=items)
+            writer.add_pack(ids, mask, starts, media=items)
 
 
 # ---- the ways ----
@@ -114,7 +116,7 @@ def steps(stage: Stage, folder: Path) -> tuple[MediaStep, peers.Finish]:
 
 def assembler_of(prefix: Path, step: MediaStep, **options: Any) -> BatchAssembler:
     shards = ShardSet([str(prefix)], **options)
-    return BatchAssembler(StoredPacks(shards, allow_media=True), CAPACITY, width=IMAGES + 2, media=step)
+    return BatchAssembler(StoredPacks(shards), CAPACITY, width=IMAGES + 2, media=step)
 
 
 def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], order: Order, workers: int) -> Iterable[Any]:
@@ -375,9 +377,12 @@ def report_cold(bench: Bench, folder: Path, stores: list[Store], options: Namesp
 
 
 def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    from transformers import AutoTokenizer
+
     write_processor(folder / "processor")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "processor")
     prefix = folder / "ours"
-    write_packs(prefix, options.packs)
+    write_packs(prefix, options.packs, tokenizer.convert_tokens_to_ids("<image>"))
     shard, stores = Shard(prefix), []
     for write in (peers.arrow, peers.mds, peers.tars):
         try:

@@ -1,0 +1,363 @@
+"""Images and audio in batches: what a batch carries of them, and the tensors that a model takes.
+
+Whatever makes batches takes a *media step*, which is given the images and recordings of each batch and says what is
+added to it. It is called where the batch is made: in the thread of a ``BatchLoader``, or in a worker of a
+``DataLoader``. There are two:
+
+- ``MediaInputs`` decodes the files and has the model's own processor make tensors of them, such as ``pixel_values``;
+- ``keep_items`` leaves all that to the trainer, and adds the encoded files.
+
+Models look for the features of images and of recordings at the placeholder tokens of each kind, from the first row to
+the last. Items are therefore given in the order of rows, and in a row by position.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import get_worker_info
+
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.chat.media_files import MISSING, decoded_image, decoded_recording
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout.media import Kind, MediaItem
+from megatron_sft_idx.lines import Shown, shown_by_fields
+
+# What to do about a shard with images or audio whose batches can carry them.
+CARRIED_BY: Final = "pass media=MediaInputs(FOLDER), so that batches carry them (docs/media.md)"
+# The numbers that processors of transformers mark positions of images and of audio with (mm_token_type_ids).
+_TYPES: Final[dict[Kind, int]] = {"image": 1, "audio": 3}
+# What a processor makes of the text, which a batch has already.
+_OF_TEXT: Final = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_MOST_THREADS: Final = 8
+
+
+@shown_by_fields
+@dataclass(frozen=True)
+class BatchItem(MediaItem):
+    """One image or recording in a batch.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position in the row.
+        length: how many positions its placeholder tokens take.
+        data: the encoded file, a read-only view; ``bytes`` where it came from another process.
+        row: the row of the batch.
+        sequence: the number of its sequence, counted from 0 through all rows of the batch.
+    """
+
+    row: int
+    sequence: int
+
+
+@shown_by_fields
+class MediaBatch(NamedTuple):
+    """What a media step is given.
+
+    Attributes:
+        tokens: ids, [rows, positions].
+        position_ids: position of each token in its sequence, int64 [rows, positions].
+        rows: the row of each sequence, int64 [sequences].
+        starts: its first position in that row, int64 [sequences].
+        lengths: how many tokens it has, int64 [sequences].
+        items: the images and recordings, by row and position.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    items: list[BatchItem]
+
+
+# What is added to a batch, by name.
+MediaStep: TypeAlias = Callable[[MediaBatch], dict[str, Any]]
+
+
+def keep_items(batch: MediaBatch) -> dict[str, Any]:
+    """A media step that adds the encoded files: ``media``, a list of ``BatchItem``."""
+    return {"media": batch.items}
+
+
+def text_positions(
+    shape: Sequence[int], rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> Tensor:
+    """``MediaBatch.position_ids`` of a batch [rows, positions] that has none; 0 outside of sequences.
+
+    >>> text_positions((1, 6), np.array([0, 0]), np.array([0, 3]), np.array([3, 2])).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+    """
+    positions = torch.zeros(tuple(shape), dtype=torch.int64)
+    for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+        positions[row, start : start + length] = torch.arange(length)
+    return positions
+
+
+class MediaInputs(Shown):
+    """A media step that makes what a model of transformers takes, by the processor of the model.
+
+    Images are decoded upright and in RGB, recordings in one channel at the rate of the processor, as transformers
+    loads them. What the processor makes of them is added to the batch under its own names: ``pixel_values``,
+    ``image_grid_thw``, ``input_features`` and so on. A batch without images and recordings has none of these.
+
+    If the model counts positions in three dimensions (M-RoPE, as Qwen-VL does), batches also have
+    ``mrope_position_ids`` int64 [3, rows, positions]: for each sequence with images or audio what ``get_rope_index`` of
+    the model gives for that sequence alone, and the positions of the text everywhere else. ``as_torch`` puts them into
+    ``position_ids``.
+
+    Args:
+        processor: folder of the processor that the shard was made with (``--processor``), or the processor.
+        config: folder or configuration of the model; None for the ``config.json`` in the folder of the processor.
+        threads: how many files are decoded at once, which takes most of the time. None is the number of processors, up
+            to 8, and 1 in workers of a ``DataLoader``.
+
+    Raises:
+        FormatError: transformers, pillow or soundfile is missing; there is no such processor or configuration; or the
+            model takes something for each token that cannot be given here. For a batch: the processor makes of an item
+            another number of positions than the shard has for it, or a file cannot be decoded.
+
+    Example:
+        >>> from transformers import LlavaConfig
+        >>> inputs = MediaInputs("data/processor", LlavaConfig())
+        >>> batch = next(iter(DataLoader(ds := as_torch("data/colours", media=inputs), collate_fn=ds.collate)))
+        >>> batch["pixel_values"].shape
+        torch.Size([1, 3, 56, 56])
+    """
+
+    @checked
+    def __init__(self, processor: Any, config: Any = None, *, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise FormatError(f"threads {threads}, expected 1 or more")
+        self.processor, self.config, self.threads = processor, config, threads
+        self._pool_of: tuple[int, ThreadPoolExecutor] | None = None
+        _ = self._loaded  # raises its errors now
+
+    def _shown(self) -> str:
+        return f"{self._loaded.name}, {'three' if self._loaded.rope_index else 'one'}-dimensional positions"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"processor": self.processor, "config": self.config, "threads": self.threads, "_pool_of": None}
+
+    @cached_property
+    def _loaded(self) -> _Loaded:
+        return _Loaded.of(self.processor, self.config)
+
+    @property
+    def _pool(self) -> ThreadPoolExecutor:
+        """The threads of this process: those of the process that it is a fork of do not live here."""
+        if self._pool_of is None or self._pool_of[0] != os.getpid():
+            threads = self.threads or (1 if get_worker_info() else min(os.cpu_count() or 1, _MOST_THREADS))
+            self._pool_of = os.getpid(), ThreadPoolExecutor(threads, thread_name_prefix="media")
+        return self._pool_of[1]
+
+    def __call__(self, batch: MediaBatch) -> dict[str, Any]:
+        """The tensors of a batch, by name. FormatError: see the class."""
+        made: dict[str, Any] = self._tensors(batch) if batch.items else {}
+        if self._loaded.rope_index is not None:
+            made["mrope_position_ids"] = self._mrope(batch, made)
+        return made
+
+    def _tensors(self, batch: MediaBatch) -> dict[str, Any]:
+        """What the processor makes of all images and recordings."""
+        loaded, given = self._loaded, dict[str, Any]()
+        decoded = list(self._pool.map(self._decoded, batch.items))
+        for kind, name in (("image", "images"), ("audio", "audio")):
+            if of_kind := [one for item, one in zip(batch.items, decoded, strict=True) if item.kind == kind]:
+                given[name] = of_kind
+        if "audio" in given:
+            given["sampling_rate"] = loaded.sampling_rate
+        # The placeholders are given too, so that the processor tells how many positions it means for each item.
+        text = "".join(loaded.placeholders[item.kind] for item in batch.items)
+        try:
+            made = loaded.processor(
+                text=[text],
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+                add_special_tokens=False,
+                **given,
+            )
+        except Exception as error:  # whatever its own code raises
+            raise FormatError(f"{loaded.name} does not take the items of a batch: {brief(str(error))}") from error
+        self._require_same_positions(batch, made["text_replacement_offsets"][0])
+        return {name: values for name, values in made.items() if name not in _OF_TEXT}
+
+    def _decoded(self, item: BatchItem) -> Any:
+        if item.kind not in self._loaded.placeholders:
+            raise FormatError(f"{self._loaded.name} takes no {item.kind}; take the processor of the shard")
+        try:
+            if item.kind == "image":
+                return decoded_image(item.data)
+            return decoded_recording(item.data, self._loaded.sampling_rate)
+        except ValueError as error:
+            raise FormatError(f"{item.kind} at position {item.start} of row {item.row}: {error}") from None
+
+    def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
+        """FormatError where the model would find other features at an item's placeholder tokens than those of it."""
+        for item, each in zip(batch.items, replaced, strict=True):
+            ids = self._loaded.ids[item.kind]
+            own = batch.tokens[item.row, item.start : item.start + item.length]
+            found = sum(int((own == number).sum()) for number in ids)
+            expected = sum(each["replacement"].count(token) for token in ids.values())
+            if found != expected or not found:
+                raise FormatError(
+                    f"{item.kind} at position {item.start} of row {item.row}: {self._loaded.name} makes {expected}"
+                    f" positions of it, the shard has {found}; take the processor that the shard was made with"
+                )
+
+    def _mrope(self, batch: MediaBatch, made: Mapping[str, Any]) -> Tensor:
+        """Positions in three dimensions, int64 [3, rows, positions]."""
+        positions = batch.position_ids.expand(3, *batch.position_ids.shape).clone()
+        numbers = sorted({item.sequence for item in batch.items})
+        places = [(int(batch.rows[n]), int(batch.starts[n]), int(batch.lengths[n])) for n in numbers]
+        if not places:
+            return positions
+        ids = [batch.tokens[row, start : start + length].long() for row, start, length in places]
+        types = [torch.zeros_like(each) for each in ids]
+        for each, marked in zip(ids, types, strict=True):
+            for kind, of_kind in self._loaded.ids.items():
+                marked[torch.isin(each, torch.tensor([*of_kind]))] = _TYPES[kind]
+        padded = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "mm_token_type_ids": pad_sequence(types, batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+        }
+        for (row, start, length), own in zip(places, self._loaded.positions({**made, **padded}), strict=True):
+            positions[:, row, start : start + length] = own[:, :length]
+        return positions
+
+
+class _Loaded(NamedTuple):
+    """A processor of transformers, and what its model needs.
+
+    Attributes:
+        processor: the processor.
+        placeholders: the token of each kind that it replaces in texts.
+        ids: of each kind the tokens at which the model looks for features, by id.
+        rope_index: ``get_rope_index`` of the model; None where positions have one dimension.
+    """
+
+    processor: Any
+    placeholders: dict[Kind, str]
+    ids: dict[Kind, dict[int, str]]
+    rope_index: Callable[..., Any] | None
+
+    @property
+    def name(self) -> str:
+        return type(self.processor).__name__
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second of the recordings that it takes."""
+        return int(_of_audio(self.processor).sampling_rate)
+
+    @classmethod
+    def of(cls, processor: Any, config: Any) -> _Loaded:
+        """FormatError: see ``MediaInputs``."""
+        try:
+            import transformers
+        except ImportError as error:
+            raise FormatError(f"MediaInputs needs transformers: {MISSING} ({error})") from None
+        if config is None:
+            if not isinstance(processor, (str, os.PathLike)) or not (Path(processor) / "config.json").is_file():
+                raise FormatError(
+                    f"{brief(processor)}: no folder with a config.json of the model, which says how positions are"
+                    " counted; pass config=FOLDER of the model, or its configuration"
+                )
+            config = processor
+        processor = _from_folder("processor", transformers.AutoProcessor, processor)
+        config = _from_folder("configuration", transformers.AutoConfig, config)
+        placeholders: dict[Kind, str] = {}
+        kinds: tuple[Kind, ...] = ("image", "audio")
+        for kind in kinds:
+            if isinstance(token := getattr(processor, f"{kind}_token", None), str) and token:
+                placeholders[kind] = token
+        if not placeholders:
+            raise FormatError(f"{type(processor).__name__}: takes neither images nor audio")
+        ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
+        model = _model_class(transformers, config)
+        _require_known_inputs(processor)
+        return cls(processor, placeholders, ids, _rope_index(model, config))
+
+    def positions(self, known: Mapping[str, Any]) -> Tensor:
+        """What the model says are the positions of sequences, int64 [sequences, 3, tokens].
+
+        Args:
+            known: what its function may ask for, by name.
+        """
+        assert self.rope_index is not None
+        wanted = inspect.signature(self.rope_index).parameters
+        missing = [
+            name
+            for name, each in wanted.items()
+            if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in known
+        ]
+        if missing:
+            raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
+        found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        if found.ndim != 3 or len(found) != 3:
+            raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
+        by_sequence: Tensor = found.transpose(0, 1)
+        return by_sequence
+
+
+def _from_folder(what: str, loader: Any, given: Any) -> Any:
+    """What transformers makes of a folder; anything else as it is."""
+    if not isinstance(given, (str, os.PathLike)):
+        return given
+    try:
+        return loader.from_pretrained(os.fspath(given), local_files_only=True)
+    except Exception as error:  # whatever its own code raises
+        raise FormatError(f"{os.fspath(given)}: transformers makes no {what} of it: {brief(str(error))}") from None
+
+
+def _of_audio(processor: Any) -> Any:
+    names = ("audio_processor", "feature_extractor")
+    return next(getattr(processor, name) for name in names if hasattr(processor, name))
+
+
+def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, str]:
+    """The tokens at which a model looks for features, by id; those of the placeholder where nothing else is said."""
+    tokenizer = processor.tokenizer
+    numbers = [number for number in getattr(processor, f"{kind}_token_ids", None) or () if isinstance(number, int)]
+    numbers = numbers or [int(tokenizer.convert_tokens_to_ids(placeholder))]
+    return dict(zip(numbers, tokenizer.convert_ids_to_tokens(numbers), strict=True))
+
+
+def _require_known_inputs(processor: Any) -> None:
+    """FormatError where the model takes a value for each token that batches do not have."""
+    if "token_type_ids" in set(processor.model_input_names) - set(processor.tokenizer.model_input_names):
+        raise FormatError(
+            f"{type(processor).__name__}: its model takes token_type_ids, for attention that is not causal inside"
+            " images; packed rows cannot say that, so such models are not trained here"
+        )
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """The class of a model. FormatError: transformers has none for the configuration."""
+    mappings = ("MODEL_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
+    found = [mapping[type(config)] for name in mappings if type(config) in (mapping := getattr(transformers, name, {}))]
+    if not found:
+        raise FormatError(f"{brief(type(config).__name__)}: transformers has no model with this configuration")
+    return next((each for each in found if hasattr(each, "get_rope_index")), found[0])
+
+
+def _rope_index(model: Any, config: Any) -> Callable[..., Any] | None:
+    """The function of a model that counts positions in three dimensions, of a model without weights; None for none."""
+    if not hasattr(model, "get_rope_index"):
+        return None
+    with torch.device("meta"):
+        function: Callable[..., Any] = model(config).get_rope_index
+    return function
