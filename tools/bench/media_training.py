@@ -8,6 +8,7 @@ same batch before they are timed. Ways take turns, and every second round goes t
 
 from __future__ import annotations
 
+import gc
 import io
 import statistics
 import sys
@@ -15,6 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,8 @@ import media_training_peers as peers
 import numpy as np
 import torch
 from batches import in_fork
-from measure import read_from_disk
+from batches_peers import WIDTH
+from measure import read_from_disk, require_cold
 from media_training_peers import Stage, Store
 from PIL import Image
 from report import Bench, cells, not_run, run_bench
@@ -43,7 +46,7 @@ from medium import drop_cache
 
 CAPACITY, ROWS, IMAGES, POSITIONS = 4096, 8, 3, 576
 PICTURES = 300  # different ones; every file has a comment too, so that no two files are equal
-WARM_UP, IN_FLIGHT = 4, 6  # batches before the clock starts, and batches that are never taken
+WARM_UP, IN_FLIGHT = 2, 4  # batches before the clock starts, and batches that are never taken
 STEP = 1.5  # a step of the trainer, in units of what one thread takes for a batch
 THREAD, INLINE, OWN_LOADER = "ours, `BatchLoader`, the thread", "ours, no thread", "ours in a DataLoader"
 Order = list[list[int]]
@@ -99,6 +102,7 @@ class Finished:
     finish: peers.Finish
 
     def __call__(self, batch: MediaBatch) -> dict[str, Any]:
+        """What is added to the batch."""
         return self.finish([item.data for item in batch.items])
 
 
@@ -116,15 +120,13 @@ def steps(stage: Stage, folder: Path) -> tuple[MediaStep, peers.Finish]:
 
 def assembler_of(prefix: Path, step: MediaStep, **options: Any) -> BatchAssembler:
     shards = ShardSet([str(prefix)], **options)
-    return BatchAssembler(StoredPacks(shards), CAPACITY, width=IMAGES + 2, media=step)
+    return BatchAssembler(StoredPacks(shards), CAPACITY, width=WIDTH, media=step)
 
 
 def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], order: Order, workers: int) -> Iterable[Any]:
-    """torch's DataLoader; a data set that is iterated chooses its own order."""
+    """A DataLoader of torch; a data set that is iterated chooses its own order."""
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    chosen: dict[str, Any] = (
-        {"batch_size": ROWS} if isinstance(dataset, IterableDataset) else {"batch_sampler": order}
-    )
+    chosen: dict[str, Any] = {"batch_size": ROWS} if isinstance(dataset, IterableDataset) else {"batch_sampler": order}
     made: DataLoader[Any] = DataLoader(dataset, collate_fn=collate, **chosen, **options)
     return made
 
@@ -170,7 +172,7 @@ def check_equal(stage: Stage, ways: list[Way], packs: int) -> None:
     order = random_order(packs, 1, np.random.default_rng(7))
     wanted: dict[str, Any] | None = None
     for way in ways:
-        if way.name.startswith("webdataset"):
+        if way.name.startswith("webdataset"):  # in its own order
             continue
         for make in filter(None, (way.alone, way.workers)):
             batch = dict(next(iter(make(order))))
@@ -248,10 +250,9 @@ def report_stage(
 ) -> None:
     ways = ways_of(stage, folder, stores)
     check_equal(stage, ways, options.packs)
-    inline = next(way.alone for way in ways if way.name == INLINE)
-    assert inline is not None
-    alone = [per_batch(inline(random_order(options.packs, 6, np.random.default_rng(5))), 2) for _ in range(3)]
-    step_ms = max(STEP * min(alone), 4.0)
+    one_thread = assembler_of(folder / "ours", Finished(steps(stage, folder)[1]))
+    order = random_order(options.packs, WARM_UP + 5, np.random.default_rng(5))
+    step_ms = max(STEP * min(per_batch(map(one_thread.assemble, order), 5) for _ in range(2)), 4.0)
     found = measured(ways, options.packs, rounds, count, step_ms, seed=len(stage))
     titles = {"files": "Encoded files", "pixels": "Decoded images", "tensors": "Tensors of the processor"}
     what = {
@@ -264,28 +265,33 @@ def report_stage(
         f"A batch has its tokens and {what[stage]}. Milliseconds per batch are medians of {rounds} rounds of {count}"
         f" batches, for a trainer that only takes batches. Waits in `next` are those of a trainer whose steps take"
         f" {step_ms:.0f} ms: {STEP} times what one thread takes for a batch here, at least 4."
+        + (" `MediaInputs` decodes in two threads unless it runs in a worker process." if stage == "tensors" else "")
     )
     rows = []
     for way in ways:
-        row: list[object] = [way.name]
+        row = [way.name]
         for workers in (0, 2):
             one = found.get((way.name, workers))
-            row += cells(
-                ",.1f ,.2f ,.1f",
-                statistics.median(one.took),
-                percentile(one.waited, 50),
-                percentile(one.waited, 95),
-            ) if one else ["", "", ""]
+            row += (
+                cells(
+                    ",.1f ,.2f ,.1f",
+                    statistics.median(one.took),
+                    percentile(one.waited, 50),
+                    percentile(one.waited, 95),
+                )
+                if one
+                else ["", "", ""]
+            )
         rows.append(row)
     header = ["way"]
-    for workers in ("no workers", "two workers"):
-        header += [f"ms, {workers}", f"wait, {workers}, median", "95% below"]
+    for which in ("no workers", "two workers"):
+        header += [f"ms, {which}", f"wait, {which}, median", "95% below"]
     bench.table(header, rows)
     headlines(bench, stage, stores, found)
 
 
 def headlines(bench: Bench, stage: Stage, stores: list[Store], found: dict[tuple[str, int], Found]) -> None:
-    """A batch, and the wait for one: the better of no workers and two workers of each side, as medians of rounds."""
+    """A batch, and the wait for one; of each side the better of no workers and two workers."""
     images = {"files": "encoded images", "pixels": "decoded images", "tensors": "`pixel_values`"}[stage]
 
     def best(names: Iterable[str], values: Callable[[Found], list[float]]) -> list[float]:
@@ -298,18 +304,13 @@ def headlines(bench: Bench, stage: Stage, stores: list[Store], found: dict[tuple
     def waited(one: Found) -> list[float]:
         return [statistics.median(each) for each in one.waited]
 
-    ours = (THREAD, OWN_LOADER)
     for store in stores:
-        key = f"{stage}-{store.name.split()[0].removeprefix('mosaicml-')}"
-        short = stage == "pixels" and not store.name.startswith("web")
-        bench.headline(
-            key, f"a shuffled batch of {ROWS} packs with {images}", best(ours, times), "ms",
-            peer=store.name, theirs=best([store.name], times), short=short,
-        )
-        bench.headline(
-            f"{key}-next", "the same: wait in `next`, no workers", waited(found[THREAD, 0]), "ms",
-            peer=f"{store.name}, no workers", theirs=waited(found[store.name, 0]),
-        )
+        peer, key = f"{store.name}; best of no and two workers", f"{stage}-{store.name.split()[0].split('-')[-1]}"
+        ours, theirs = best((THREAD, OWN_LOADER), times), best((store.name,), times)
+        what, short = f"a shuffled batch of {ROWS} packs with {images}", key in ("pixels-datasets", "pixels-wids")
+        bench.headline(key, what, ours, "ms", peer=peer, theirs=theirs, short=short)
+        ours, theirs = waited(found[THREAD, 0]), best((store.name,), waited)
+        bench.headline(f"{key}-next", "the same: wait in `next`", ours, "ms", peer=peer, theirs=theirs)
 
 
 # ---- from disk ----
@@ -317,40 +318,40 @@ def headlines(bench: Bench, stage: Stage, stores: list[Store], found: dict[tuple
 
 def report_cold(bench: Bench, folder: Path, stores: list[Store], options: Namespace, rounds: int) -> None:
     """Encoded files with nothing in the page cache: what the disk and the order of reading make of a batch."""
+    gc.collect()  # what still maps files keeps their pages in the page cache
     rng, count, step_ms = np.random.default_rng(11), options.cold_batches, 20.0
     step, finish = steps("files", folder)
     prefix, collate = folder / "ours", peers.Collate(finish)
     files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".media.data")]
 
-    def thread(ahead: int) -> Callable[[Order], Iterable[Any]]:
-        def opened() -> Callable[[Order], Iterable[Any]]:
-            assembler = assembler_of(prefix, step, backend=ReadOptions(advice="random"))
-            return lambda order: BatchLoader(assembler, order, ahead=ahead)
+    def ours() -> Callable[[Order], Iterable[Any]]:
+        assembler = assembler_of(prefix, step, backend=ReadOptions(advice="random"))
+        return lambda order: BatchLoader(assembler, order)
 
-        return opened  # type: ignore[return-value]
+    def through(store: Store, workers: int) -> Callable[[Order], Iterable[Any]]:
+        dataset = store.open("files")
+        return lambda order: loader(dataset, collate, order, workers)
 
-    def through(store: Store, workers: int) -> Any:
-        def opened() -> Callable[[Order], Iterable[Any]]:
-            dataset = store.open("files")
-            return lambda order: loader(dataset, collate, order, workers)
-
-        return opened
-
-    made: list[tuple[str, list[Path], Any]] = [("ours, `BatchLoader`, 4 ahead", files, thread(4))]
+    made: list[tuple[str, list[Path], Callable[[], Callable[[Order], Iterable[Any]]]]] = [(THREAD, files, ours)]
     made += [
-        (f"{store.name}, {'two' if workers else 'no'} workers", store.files, through(store, workers))
+        (f"{store.name}, {'two' if workers else 'no'} workers", store.files, partial(through, store, workers))
         for store in stores
-        if not store.name.startswith("web")
+        if not store.name.startswith("webdataset")
         for workers in (0, 2)
     ]
 
-    def once(place: list[Path], opened: Any, measure: Callable[[Iterable[Any]], float]) -> tuple[float, float]:
+    def once(
+        place: list[Path],
+        opened: Callable[[], Callable[[Order], Iterable[Any]]],
+        measure: Callable[[Iterable[Any]], float],
+    ) -> tuple[float, float]:
         # New batches each time: what is below the page cache must not remember them either.
         order = random_order(options.packs, count + WARM_UP, rng)
 
         def work() -> tuple[float, float]:
             make = opened()
             drop_cache(place)  # after it is opened: making the index of a tar file reads all of it
+            require_cold(place)
             before = read_from_disk()
             return measure(make(order)), (read_from_disk() - before) / (count + WARM_UP)
 
@@ -399,7 +400,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         " webdataset reads tar files one after the other and shuffles in a buffer of"
         f" {peers.SHUFFLE_BUFFER} packs; all others read packs at random. Other programs were running on this machine."
     )
-    report_stage(bench, "files", folder, stores, options, count=40, rounds=2 * options.rounds + 1)
+    report_stage(bench, "files", folder, stores, options, count=20, rounds=2 * options.rounds)
     report_stage(bench, "pixels", folder, stores, options, count=options.batches, rounds=options.rounds)
     report_stage(bench, "tensors", folder, stores, options, count=options.batches // 2, rounds=options.rounds)
     report_cold(bench, folder, stores, options, options.rounds)
@@ -409,7 +410,7 @@ if __name__ == "__main__":
     sizes = {
         "packs": (800, 3000, f"packs, each with {IMAGES} images"),
         "rounds": (3, 7, "rounds of every way"),
-        "batches": (10, 20, "decoded batches of a round"),
+        "batches": (8, 20, "decoded batches of a round"),
         "cold_batches": (20, 40, "batches of a round from disk"),
     }
     run_bench("Images in batches", ("datasets", "mosaicml-streaming", "wids", "webdataset", "pillow"), report, sizes)

@@ -52,6 +52,7 @@ class Files:
     """Hands out encoded files as they are."""
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
+        """What a batch has of its images."""
         return {"images": images}
 
 
@@ -59,6 +60,7 @@ class Pixels:
     """Decodes files, unless the store has done that."""
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
+        """What a batch has of its images."""
         arrays = [image if isinstance(image, np.ndarray) else decoded(image) for image in images]
         # Tensors, because workers hand these over in shared memory, and arrays through a pipe.
         return {"images": [torch.from_numpy(array) for array in arrays]}
@@ -74,6 +76,7 @@ class Tensors:
         self._processor = kind.from_pretrained(folder)
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
+        """What a batch has of its images."""
         arrays = [image if isinstance(image, np.ndarray) else decoded(image) for image in images]
         return dict(self._processor(images=arrays, return_tensors="pt", input_data_format="channels_last"))
 
@@ -85,6 +88,7 @@ class Collate:
     finish: Finish
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        """The batch of some rows."""
         batch: dict[str, Any] = dict(batches_peers.collate([(row.ids, row.mask, row.bounds) for row in rows]))
         return batch | self.finish([image for row in rows for image in row.images])
 
@@ -142,7 +146,7 @@ def arrow(folder: Path, shard: Shard) -> Store:
     def items() -> Iterator[dict[str, Any]]:
         for pack in shard:
             images = [{"bytes": bytes(item.data), "path": None} for item in pack["media"]]
-            tokens = {name: pack[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}  # type: ignore[literal-required]
+            tokens = {name: pack[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}
             yield {**tokens, "images": images}
 
     types = {"input_ids": "int32", "loss_mask": "uint8", "seq_boundaries": "int32"}
@@ -180,7 +184,7 @@ def mds(folder: Path, shard: Shard) -> Store:
     with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
         for pack in shard:
             images = [bytes(item.data) for item in pack["media"]]
-            row = {name: pack[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}  # type: ignore[literal-required]
+            row = {name: pack[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}
             writer.write({**row, "ends": np.cumsum([len(each) for each in images]), "images": b"".join(images)})
     name = f"mosaicml-streaming {streaming.__version__} (MDS)"
     return Store(name, sorted((folder / "mds").glob("*.mds")), lambda _: _MdsRows(folder / "mds"))
