@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from megatron_sft_idx.shard import Shard
 
-PACKS_PER_TAR, SHUFFLE_BUFFER = 100, 200
+PACKS_PER_TAR, SHUFFLE_BUFFER = 100, 100
 Stage = Literal["files", "pixels", "tensors"]  # what a batch has of its images
 Images = Sequence[Any]  # of one pack: encoded files or arrays
 Finish = Callable[[list[Any]], dict[str, Any]]  # images of a batch, in order, to what the batch has of them
@@ -262,7 +262,7 @@ class _WebRows(IterableDataset[Row]):
 
         samples: Iterable[dict[str, Any]] = (
             webdataset.WebDataset(self.files, shardshuffle=len(self.files), empty_check=False)
-            .shuffle(SHUFFLE_BUFFER)
+            .shuffle(SHUFFLE_BUFFER, initial=SHUFFLE_BUFFER)
             .repeat()
         )
         for sample in samples:
