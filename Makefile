@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-base test-megatron test-trainers test-ray test-browser test-cloud test-gpu sanitize fuzz bench wheels demo clean
+.PHONY: help venv build lint format test test-slow test-base test-megatron test-trainers test-media test-ray test-browser test-cloud test-gpu sanitize fuzz bench wheels demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ test-megatron: $(VENV)/built  ## faces, training and live data against each Pyth
 # One environment for each trainer, .venv-trainer-*, of Python 3.11: some 2 GB each.
 test-trainers: $(VENV)/built  ## verl, NeMo Automodel, LLaMA-Factory, torchtitan and TRL: what each trains on, by its own code
 	@$(BIN)/python tests/matrix.py trainers
+
+# One environment, .venv-media-3.12, which takes 5 GB with a torch for CUDA.
+test-media: $(VENV)/built  ## Qwen-VL and other models with images and audio against packs, by torchvision, on Python 3.12
+	@$(BIN)/python tests/matrix.py media
 
 test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
@@ -107,7 +111,7 @@ demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are rea
 	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
-	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-trainer-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-trainer-* .venv-media-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # mistral-common is a peer in tests; it asks for an older numpy, which it does not need.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,11 +33,14 @@ def bridge_folder() -> Path | None:
     return Path(folder)
 
 
-def make_bare() -> None:
-    """Put the bare packages where Python looks for modules. AssertionError where Bridge is not there."""
+def make_bare(more: Sequence[str] = ()) -> None:
+    """Put the bare packages, and ``more`` of them, where Python looks for modules.
+
+    AssertionError where Bridge is not there.
+    """
     folder = bridge_folder()
     assert folder is not None, MISSING
-    for name in BARE:
+    for name in (*BARE, *more):
         package = ModuleType(name)
         package.__path__ = [str(Path(folder, *name.split(".")[2:]))]
         sys.modules[name] = package

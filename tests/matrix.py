@@ -3,6 +3,8 @@
 ``python tests/matrix.py megatron`` runs the tests of the faces, training and live data against each, with the Megatron
 that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
 ``python tests/matrix.py trainers`` runs the tests of each trainer in an environment with that trainer, by Python 3.11.
+``python tests/matrix.py media`` runs the tests of models with images and audio whose processors need torchvision, by
+Python 3.12.
 ``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
 ``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
 fresh environment.
@@ -199,6 +201,18 @@ def against_trainers(pythons: dict[str, Path]) -> Iterator[str]:
         yield run_tests(f"Python 3.11, {trainer}", python, ["-rP", file])
 
 
+def with_torchvision(pythons: dict[str, Path]) -> Iterator[str]:
+    """Models with images and audio, by processors that need torchvision."""
+    if (found := pythons.get("3.12")) is None:
+        return
+    tools = ("--editable", ".[media,parquet]", "hypothesis", "pytest", "pytest-xdist", "torch", "torchvision")
+    python = environment(".venv-media-3.12", found, *tools)
+    asked = subprocess.run(
+        [python, "-c", VERSIONS_OF, "torch", "torchvision", "transformers"], capture_output=True, text=True, check=True
+    )
+    yield run_tests(f"Python 3.12, {asked.stdout.strip()}", python, ["-rP", "tests/media_models"])
+
+
 def without_extras(pythons: dict[str, Path]) -> Iterator[str]:
     """All tests, where nothing is installed but what the package cannot do without; by this Python alone."""
     del pythons
@@ -249,6 +263,7 @@ def _make_wheel(version: str, found: Path, source: Path, here: Path) -> str:
 TASKS = {
     "megatron": against_megatron,
     "trainers": against_trainers,
+    "media": with_torchvision,
     "base": without_extras,
     "wheels": make_wheels,
 }

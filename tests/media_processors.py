@@ -102,13 +102,13 @@ def llava_of_any_size(folder: Path) -> Any:
     return llava(folder, crops=False)
 
 
-def idefics3(folder: Path) -> Any:
+def idefics3(folder: Path, *, longest_edge: int = 256) -> Any:
     """That of Idefics3 and SmolVLM: rows and columns of tiles, with tags and line ends between them."""
     from transformers import Idefics3ImageProcessor, Idefics3Processor
 
     special = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>")
     with _quiet():
-        images = Idefics3ImageProcessor(size={"longest_edge": 256}, max_image_size={"longest_edge": 64})
+        images = Idefics3ImageProcessor(size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 64})
         processor = Idefics3Processor(images, tokenizer_with(*special), image_seq_len=16, chat_template=IDEFICS)
         processor.save_pretrained(folder)
     return processor
@@ -162,9 +162,41 @@ def gemma3(folder: Path) -> Any:
         )
         images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
         template = PARTS.replace("PLACEHOLDER", "<start_of_image>")
-        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=8)
+        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
         processor.save_pretrained(folder)
     return processor
+
+
+def _qwen_vl(folder: Path, name: str, video: str, patch_size: int) -> Any:
+    import transformers
+
+    special = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>", *_ENDS)
+    side = 2 * patch_size  # of what becomes one position
+    sizes = {"patch_size": patch_size, "size": {"shortest_edge": side**2, "longest_edge": 12 * side**2}}
+    with _quiet():
+        processor = getattr(transformers, name)(
+            transformers.Qwen2VLImageProcessor(**sizes),
+            tokenizer_with(*special),
+            getattr(transformers, video)(patch_size=patch_size),
+            chat_template=PARTS.replace("PLACEHOLDER", "<|vision_start|><|image_pad|><|vision_end|>"),
+        )
+        processor.save_pretrained(folder)
+    return processor
+
+
+def qwen2_vl(folder: Path) -> Any:
+    """Qwen2-VL's, with up to 12 positions for an image; it needs torchvision, and so do the next two."""
+    return _qwen_vl(folder, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14)
+
+
+def qwen2_5_vl(folder: Path) -> Any:
+    """Qwen2.5-VL's, with up to 12 positions for an image."""
+    return _qwen_vl(folder, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14)
+
+
+def qwen3_vl(folder: Path) -> Any:
+    """Qwen3-VL's, with up to 12 positions for an image."""
+    return _qwen_vl(folder, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)
 
 
 def paligemma(folder: Path) -> Any:

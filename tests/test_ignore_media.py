@@ -1,4 +1,4 @@
-"""Whatever makes batches of text refuses packs with images or audio, or takes them as text where it is told to."""
+"""Whatever makes batches refuses packs with images or audio, carries these, or takes them as text: as it is told."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from argparse import Namespace
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +39,9 @@ from megatron_sft_idx.live.live_loader import LiveLoader
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
 from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.media import keep_items
 from megatron_sft_idx.training.provider import build_datasets, train_valid_test_datasets_provider
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
@@ -118,13 +120,19 @@ def shards_of(folder: Path) -> ShardSet:
     return ShardSet([str(folder / "a"), str(folder / "b")])
 
 
-def assembled(source: Any) -> Batches:
+def assembled(source: Any, **options: Any) -> Batches:
     order = [[i, source.num_packs - 1 - i] for i in range(source.num_packs)]
-    return list(BatchLoader(BatchAssembler(source, CAPACITY), order, copy=True))
+    return list(BatchLoader(BatchAssembler(source, CAPACITY, **options), order, copy=True))
 
 
-def planned(folder: Path, **options: Any) -> PlannedPacks:
-    return PlannedPacks(shards_of(folder), PlanOptions(CAPACITY), folder / "plans", **options)
+def in_workers(folder: Path, **options: Any) -> Batches:
+    assembler = BatchAssembler(planned(folder), CAPACITY, **options)
+    order = [[i, len(assembler) - 1 - i] for i in range(len(assembler))]
+    return list(DataLoader(assembler, batch_sampler=order, collate_fn=whole_batch, num_workers=2))
+
+
+def planned(folder: Path) -> PlannedPacks:
+    return PlannedPacks(shards_of(folder), PlanOptions(CAPACITY), folder / "plans")
 
 
 def of_megatron(*names: str, **more: Any) -> Callable[..., Batches]:
@@ -173,7 +181,11 @@ def provided_by_arguments(folder: Path, **options: Any) -> Batches:
 
 def live(folder: Path, **options: Any) -> Batches:
     with loader(folder / "catalog", seq_length=CAPACITY, shuffle=False, **options) as batches:
-        return [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
+        return [copied(batch) for batch in batches]
+
+
+def copied(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
 
 
 def by_script(where: str, *more: str) -> Callable[..., Batches]:
@@ -195,8 +207,8 @@ def by_script(where: str, *more: str) -> Callable[..., Batches]:
 
 
 def paired(folder: Path, **options: Any) -> Batches:
-    source = StoredPacks(ShardSet([str(folder / "pairs")], columns=["pair"]), **options)
-    return list(BatchLoader(BatchAssembler(source, CAPACITY, columns=["pair"]), [[0, 1]], copy=True))
+    source = StoredPacks(ShardSet([str(folder / "pairs")], columns=["pair"]))
+    return list(BatchLoader(BatchAssembler(source, CAPACITY, columns=["pair"], **options), [[0, 1]], copy=True))
 
 
 A_STEP = ("--train-iters", "1", "--global-batch-size", "4")
@@ -206,7 +218,7 @@ WAYS: dict[str, Callable[..., Batches]] = {
     "as_torch of a Shard": of_torch(lambda folder: Shard(folder / "a")),
     "as_torch of a SFTIndexedDataset": of_torch(lambda folder: SFTIndexedDataset(str(folder / "a"))),
     "as_torch of open_dataset": of_torch(lambda folder: open_dataset(folder / "a"), layout="padded"),
-    "as_torch of a ShardSet": of_torch(shards_of, layout="flash"),
+    "as_torch of a ShardSet": of_torch(shards_of, layout="padded"),
     "as_torch of a blend": of_torch(lambda folder: [0.5, folder / "a", 0.5, folder / "b"], num_packs=9),
     "as_torch of a Subset": of_torch(lambda folder: Subset(Shard(folder / "a"), [1, 0])),  # type: ignore[arg-type]
     "as_torch of a ConcatDataset": of_torch(
@@ -215,21 +227,22 @@ WAYS: dict[str, Callable[..., Batches]] = {
     "as_torch of a class that nobody knows": of_torch(lambda folder: Anything(Shard(folder / "a"))),
     "as_torch of pairs": of_torch(lambda folder: folder / "pairs", preferences=True),
     "TorchPacks": lambda folder, **options: collated(TorchPacks(Shard(folder / "a"), "padded", **options)),
-    "StoredPacks": lambda folder, **options: assembled(StoredPacks(shards_of(folder), **options)),
-    "StoredPacks of a part": lambda folder, **options: assembled(StoredPacks(shards_of(folder), 1, 4, **options)),
+    "StoredPacks": lambda folder, **options: assembled(StoredPacks(shards_of(folder)), **options),
+    "StoredPacks of a part": lambda folder, **options: assembled(StoredPacks(shards_of(folder), 1, 4), **options),
     "StoredPacks, unpickled": lambda folder, **options: assembled(
-        pickle.loads(pickle.dumps(StoredPacks(shards_of(folder), **options)))
+        pickle.loads(pickle.dumps(StoredPacks(shards_of(folder)))), **options
     ),
-    "PlannedPacks": lambda folder, **options: assembled(planned(folder, **options)),
+    "PlannedPacks": lambda folder, **options: assembled(planned(folder), **options),
     "PlannedPacks, unpickled": lambda folder, **options: assembled(
-        pickle.loads(pickle.dumps(planned(folder, **options)))
+        pickle.loads(pickle.dumps(planned(folder))), **options
     ),
     "JoinedPacks": lambda folder, **options: assembled(
-        JoinedPacks([StoredPacks(ShardSet([str(folder / name)]), **options) for name in "ab"])
+        JoinedPacks([StoredPacks(ShardSet([str(folder / name)])) for name in "ab"]), **options
     ),
     "JoinedPacks of plans": lambda folder, **options: assembled(
-        JoinedPacks([StoredPacks(ShardSet([str(folder / "b")]), **options), planned(folder, **options)])
+        JoinedPacks([StoredPacks(ShardSet([str(folder / "b")])), planned(folder)]), **options
     ),
+    "workers": in_workers,
     "pairs": paired,
     "PackedSFTDataset": of_megatron("a"),
     "PackedSFTDataset of a blend": of_megatron("a", "b"),
@@ -268,6 +281,7 @@ def test_media_are_refused_in_one_sentence_and_taken_as_text_with_leave(
     assert message.count("holds images or audio") == 1
     assert "pass ignore_media=True (--ignore-media)" in message
     assert "\n" not in message
+    assert "pass media=MediaInputs(FOLDER)" in message
     assert any(name in message for name in ("media", "pack 0"))
     found = plain(make(folders["media"], ignore_media=True))
     assert len(expected) > 0
@@ -275,6 +289,61 @@ def test_media_are_refused_in_one_sentence_and_taken_as_text_with_leave(
         assert found == expected
     assert len(found) == len(expected)
     assert plain(make(folders["text"], ignore_media=True)) == expected
+
+
+# A script of one's own makes the media step; Megatron's packing scheduler hands on none.
+CARRYING = [way for way in WAYS if "script" not in way and "single" not in way and "arguments" not in way]
+
+
+def items_by_sequence(*prefixes: Path) -> dict[tuple[int, ...], list[tuple[str, int, int, bytes]]]:
+    """The images and audio of every sequence, found by its tokens, as the shards have them."""
+    found = {}
+    for prefix in prefixes:
+        for pack in Shard(prefix):
+            bounds = pack["seq_boundaries"].tolist()
+            for begin, end in pairwise(bounds):
+                items = [item for item in pack.get("media", []) if begin <= item.start < end]
+                key = tuple(pack["input_ids"][begin:end].tolist())
+                found[key] = [(item.kind, item.start - begin, item.length, bytes(item.data)) for item in items]
+    return found
+
+
+def sequences_of(batch: dict[str, Any]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Row, first position and tokens of each sequence of a batch, or of one row without a batch's dimension."""
+    if "attention_mask" in batch:
+        for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+            yield row, 0, tuple(ids[mask == 1].tolist())
+        return
+    if "input_ids" in batch:
+        ids = batch["input_ids"][0].tolist()
+        begins = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+        for begin, end in pairwise([*begins, len(ids)]):
+            yield 0, begin, tuple(ids[begin:end])
+        return
+    for row, (ids, bounds) in enumerate(
+        zip(batch["tokens"].reshape(-1, CAPACITY).tolist(), torch.atleast_2d(batch["cu_seqlens"]), strict=True)
+    ):
+        ends = bounds.unique().tolist()
+        for begin, end in pairwise(ends):
+            yield row, begin, tuple(ids[begin:end])
+
+
+@pytest.mark.parametrize("way", CARRYING)
+def test_batches_carry_the_media_of_their_sequences(way: str, folders: dict[str, Path]) -> None:
+    """The rest of a batch is as of the same chats without images and audio."""
+    make, folder = WAYS[way], folders["media"]
+    shards = ["catalog/shard-000000", "catalog/shard-000001"] if way == "LiveLoader" else ["a", "b", "pairs"]
+    known = items_by_sequence(*(folder / shard for shard in shards))
+    batches, num_items = make(folder, media=keep_items), 0
+    for batch in batches:
+        expected = []
+        for number, (row, begin, ids) in enumerate(sequences_of(batch)):
+            expected += [(kind, begin + at, *rest, row, number) for kind, at, *rest in known.get(ids, [])]
+        found = [(item.kind, item.start, item.length, bytes(item.data), item.row) for item in batch.pop("media")]
+        assert found == [each[:-1] for each in expected]
+        num_items += len(found)
+    assert (num_items > 0) == ("pairs" not in way)
+    assert plain(batches) == plain(make(folders["text"]))
 
 
 def test_every_source_of_batches_has_a_way_here() -> None:
@@ -285,8 +354,9 @@ def test_every_source_of_batches_has_a_way_here() -> None:
         names = {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
         for name in names.difference(OURS):  # those read packs by StoredPacks
             members = vars(import_module(name)).values()
-            found |= {each.__name__ for each in members if inspect.isclass(each) and hasattr(each, "segments")}
-            found |= {each.__name__ for each in members if inspect.isclass(each) and hasattr(each, "may_not_come")}
+            classes = [each for each in members if inspect.isclass(each)]
+            found |= {each.__name__ for each in classes if inspect.isfunction(getattr(each, "segments", None))}
+            found |= {each.__name__ for each in classes if hasattr(each, "may_not_come")}
     assert found == {
         *("StoredPacks", "PlannedPacks", "JoinedPacks", "OpenShards", "MixedPacks"),
         "PretrainingPacks",  # text alone
@@ -338,6 +408,11 @@ def test_chats_with_images_in_live_chunks(tmp_path: Path) -> None:
     assert isinstance(batches, LiveLoader)
     piece = RowEncoder(options).encode(JsonPiece("x", 1, len(line), line, np.array([len(line) - 1]), False))
     assert len(piece.media[0]) == 1
+    with loader(shards, seq_length=256, media=keep_items) as batches:
+        for batch in batches:
+            (item,) = batch["media"]
+            assert (item.kind, item.start, item.length) == piece.media[0][0][:3]
+            assert bytes(item.data) == png(30, 40)
     with loader(shards, seq_length=256, ignore_media=True) as batches:
         for batch in batches:
             assert batch["tokens"][0, : len(piece.input_ids)].tolist() == piece.input_ids.tolist()

@@ -19,6 +19,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.training import require_text
+from megatron_sft_idx.training.media import CARRIED_BY
 
 _Read = TypeVar("_Read")
 # How much later than another file a network file system may show one.
@@ -157,7 +158,7 @@ class CatalogShards(Catalog, LiveShards):
         shard = self._read(number, lambda prefix: Shard(prefix, columns=columns))
         header = shard.header
         require_shard_judged(shard.prefix, header, columns)
-        require_text(shard.prefix, header.has_media, allow_media)
+        require_text(shard.prefix, header.has_media, allow_media, CARRIED_BY)
         if self._limits is not None:
             limits, pad_id = self._limits
             sequences, multiple = limits.max_sequences_per_pack, limits.sequence_multiple

@@ -49,6 +49,7 @@ from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.encoding import items_of
 from megatron_sft_idx.training import require_text
+from megatron_sft_idx.training.media import CARRIED_BY
 
 OnBadRow = Literal["error", "skip"]
 
@@ -272,7 +273,8 @@ class LiveChunks(LiveShards):
         was not passed.
         """
         path = self.path_of(number)
-        require_text(path, self.encoding is not None and self.encoding.processor is not None, allow_media)
+        has_media = self.encoding is not None and self.encoding.processor is not None
+        require_text(path, has_media, allow_media, CARRIED_BY)
         if self.encoding is not None and recognise(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")

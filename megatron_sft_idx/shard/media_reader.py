@@ -231,7 +231,7 @@ class ShardMedia:
         items = Items(*(arrays[name][entries] for name in Items._fields))
         begins = token_offsets[packs][sequences] + items.starts - starts[sequences]
         stops = begins + items.lengths
-        own = np.flatnonzero((stops > 0) & (begins < lengths[sequences]))
+        own = np.flatnonzero((begins < lengths[sequences]) & ((begins >= 0) | (stops > 0)))
         sequences, entries, begins, stops = (each[own] for each in (sequences, entries, begins, stops))
         items = Items(begins, *(values[own] for values in items[1:]))
         behind = np.append(True, (begins[1:] >= stops[:-1]) | (sequences[1:] > sequences[:-1]))[: len(own)]

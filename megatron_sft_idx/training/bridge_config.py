@@ -1,4 +1,7 @@
-"""``BridgePackedConfig``: shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later."""
+"""Shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later.
+
+``BridgePackedConfig`` is for its step for text, ``BridgeVLMConfig`` for that for vision-language models.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.packing import PackedSequenceSpecs
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.training.packed_shard import PackedShard
+from megatron_sft_idx.shard.judged import require_shard_judged
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.media import MediaInputs
+from megatron_sft_idx.training.packed_shard import ON_REJECTED, PackedShard
+from megatron_sft_idx.training.sources import StoredPacks
+from megatron_sft_idx.training.vlm_batch import VLMPacks
 
 
 @dataclass(kw_only=True)
@@ -59,3 +68,59 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
         return PackedShard(
             path, context.tokenizer, max_seq_length=self.seq_length, pad_to_max_length=True, seed=self.seed, **unused
         )
+
+
+@dataclass(kw_only=True)
+class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
+    """Shards with images to train on with ``megatron.bridge.training.vlm_step``, as they are.
+
+    Each micro-batch is one pack, as one row of ``seq_length`` positions.
+
+    Attributes:
+        path: prefix, folder or glob of the shards to train on.
+        validation_path: the same of those to validate on; None does not validate.
+        seq_length: positions of a row, that of the model.
+        processor: folder of the processor that the shards were made with.
+        model_config: folder with the ``config.json`` of the model; None for the folder of the processor.
+        sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
+            parallel size under sequence parallelism. Shards need room for it (``--sequence-multiple``).
+        seed, dataloader_type: as for ``BridgePackedConfig``.
+
+    Raises:
+        FormatError: when Bridge builds the data sets: shards hold preference pairs or KTO labels, come from different
+            tokenizers, or do not fit; ``sequence_multiple`` does not fit context parallelism; or as ``MediaInputs``.
+        ValueError: the same: packs may not fit ``seq_length``.
+    """
+
+    path: str
+    seq_length: int
+    processor: str
+    model_config: str | None = None
+    validation_path: str | None = None
+    sequence_multiple: int = 1
+    seed: int = 1234
+    dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "batch"
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[VLMPacks, VLMPacks | None, None]:
+        """The data sets to train and to validate on; Bridge calls this on every rank."""
+        context_parallel = getattr(context.pg_collection, "cp", None)
+        parts = 1 if context_parallel is None else context_parallel.size()
+        if parts > 1 and self.sequence_multiple % (2 * parts):
+            raise FormatError(
+                f"sequence_multiple {self.sequence_multiple}: with {parts} context-parallel ranks, sequences are padded"
+                f" to multiples of {2 * parts}; pack with --sequence-multiple {2 * parts}, and pass it here too"
+            )
+        media = MediaInputs(self.processor, self.model_config)
+        train = self._packs(self.path, media)
+        valid = None if self.validation_path is None else self._packs(self.validation_path, media)
+        return train, valid, None
+
+    def _packs(self, path: str, media: MediaInputs) -> VLMPacks:
+        shards = ShardSet.open(path)
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            require_shard_judged(prefix, header, (), ON_REJECTED)
+        multiple = self.sequence_multiple
+        assembler = BatchAssembler(
+            StoredPacks(shards), self.seq_length, sequence_multiple=multiple, padding_mask=True, media=media
+        )
+        return VLMPacks(assembler)

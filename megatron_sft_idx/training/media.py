@@ -288,7 +288,7 @@ class _Loaded(NamedTuple):
             raise FormatError(f"{type(processor).__name__}: takes neither images nor audio")
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
         model = _model_class(transformers, config)
-        _require_known_inputs(processor)
+        _require_known_inputs(model)
         return cls(processor, placeholders, ids, _rope_index(model, config))
 
     def positions(self, known: Mapping[str, Any]) -> Tensor:
@@ -336,12 +336,18 @@ def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, s
     return dict(zip(numbers, tokenizer.convert_ids_to_tokens(numbers), strict=True))
 
 
-def _require_known_inputs(processor: Any) -> None:
-    """FormatError where the model takes a value for each token that batches do not have."""
-    if "token_type_ids" in set(processor.model_input_names) - set(processor.tokenizer.model_input_names):
+def _require_known_inputs(model: Any) -> None:
+    """FormatError where the attention of a model depends on the type of each token, which it takes as an argument.
+
+    In transformers 5.24 the sliding layers of such a model look up these types at the wrong positions of packed rows.
+    Models with ``get_rope_index`` take ``mm_token_type_ids`` for nothing but that function.
+    """
+    taken = inspect.signature(model.forward).parameters
+    names = ["token_type_ids"] if hasattr(model, "get_rope_index") else ["token_type_ids", "mm_token_type_ids"]
+    if found := [name for name in names if name in taken]:
         raise FormatError(
-            f"{type(processor).__name__}: its model takes token_type_ids, for attention that is not causal inside"
-            " images; packed rows cannot say that, so such models are not trained here"
+            f"{model.__name__}: its attention is not causal inside images, which it is told by {found[0]}; packed rows"
+            " cannot say that, so such models are not trained here"
         )
 
 

@@ -14,14 +14,15 @@ from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.sources import StoredPacks
+from megatron_sft_idx.training.sources import StoredPacks, require_text
 
 try:
     from megatron.bridge.data.packing.gpt_sft import GPTSFTPackedDataset
 except ImportError:  # before 0.6
     from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset
 
-_REMEDY = "Bridge would train on rejected answers too; use dpo_loss in a loop of your own (docs/preferences.md)"
+# What to do about shards with preference pairs.
+ON_REJECTED = "Bridge would train on rejected answers too; use dpo_loss in a loop of your own (docs/preferences.md)"
 
 
 class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
@@ -38,8 +39,9 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
     def _load_dataset(self) -> None:
         shards = ShardSet.open(self.file_path)
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            require_shard_judged(prefix, header, (), _REMEDY)
-        stored = StoredPacks(shards)  # refuses images and audio
+            require_shard_judged(prefix, header, (), ON_REJECTED)
+            require_text(prefix, header.has_media, False, "take BridgeVLMConfig for images (docs/media.md)")
+        stored = StoredPacks(shards)
         if stored.capacity > self.max_seq_length:
             raise FormatError(
                 f"{shards.prefixes[0]}: packs of up to {stored.capacity} tokens, the sequence length of the run is"

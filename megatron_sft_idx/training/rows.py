@@ -146,7 +146,8 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         segments = self.source.segments(self.packs(samples))
         of_each = np.square(segments.lengths)
         if self.shape.get("media") is not None:
-            found, costs_of = find_items(self.source, segments), self.media_costs or ENCODER_COSTS
+            found = find_items(self.source, segments)
+            costs_of = ENCODER_COSTS if self.media_costs is None else self.media_costs
             by_code = np.zeros(max(KINDS.values()) + 1)
             for kind, code in KINDS.items():
                 by_code[code] = costs_of.get(kind, 0)

@@ -154,6 +154,9 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     Args:
         packs: where the packs come from.
         layout: as for ``as_torch``, and so are all others.
+
+    Raises:
+        FormatError: ``layout`` is ``flash``, and ``media`` was passed.
     """
 
     def __init__(
@@ -167,6 +170,13 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         media: MediaStep | None = None,
         ignore_media: bool = False,
     ) -> None:
+        if layout == "flash" and media is not None:
+            # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
+            raise FormatError(
+                "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
+                " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
+                " position_ids"
+            )
         self.packs, self.layout, self.media = packs, layout, media
         self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
         self.loss_weights = loss_weights or preferences
@@ -323,9 +333,9 @@ def as_torch(
             their labels -100.
 
     Raises:
-        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers,
-            they hold preference pairs or KTO labels and ``preferences`` does not fit, or images or audio, and neither
-            ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, or ``flash`` with ``media``; a weight of a blend is not above 0, packs come
+            from different tokenizers, they hold preference pairs or KTO labels and ``preferences`` does not fit, or
+            images or audio, and neither ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -1,0 +1,188 @@
+"""Batches with images in the form that Megatron-Bridge's step for vision-language models takes.
+
+That form is one row with all sequences of the batch. Bridge makes it when it collates (``enable_in_batch_packing``);
+its ``training/vlm_step.py`` and its models read it. It differs from our batches in these ways:
+
+- ``cu_seqlens_q`` has one entry for each sequence and one more. Padding is no sequence there, and no sequence is empty.
+- Sequences are padded to a multiple behind each of them, and ``cu_seqlens_q_padded`` says where each begins.
+- Labels are -100 where nothing is trained. They are shifted, as ours are.
+- Pixels lie in an object with one attribute for each tensor, ``visual_inputs``.
+
+``bridge_vlm_batch`` makes it of a batch of ours. ``VLMPacks`` is a data set of such batches for Bridge's loader;
+``bridge_config.BridgeVLMConfig`` makes one of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.training.batch import BatchAssembler
+
+# The tensors of a batch that the packed row is made of, or that follow from it.
+_TEXT = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "mrope_position_ids")
+_BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_IGNORED = -100
+# What Bridge's own models put on padding in positions of three axes.
+_PADDING_POSITION = 1
+
+
+def bridge_vlm_batch(
+    batch: Mapping[str, Any], *, sequence_multiple: int = 1, length: int | None = None, pad_id: int = 0
+) -> dict[str, Any]:
+    """Make of a batch of ours the one that ``megatron.bridge.training.vlm_step`` takes from its data iterator.
+
+    All sequences of the batch's rows come into one row, in order, without the padding between and behind them.
+
+    Args:
+        batch: what ``BatchAssembler`` or ``BatchLoader`` made with ``padding_mask=True``, in the form ``wide`` and, for
+            images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
+        sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
+            parallel size under sequence parallelism.
+        length: positions of the row. The last sequence is followed by padding until there are so many. None for as
+            many as the sequences need. Pipeline and expert parallelism want all rows alike.
+        pad_id: a valid token id for padding.
+
+    Returns:
+        T is the length of the row, n the number of sequences.
+
+        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Entry j is about the token behind j.
+        - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], counted from 0 in each
+          sequence.
+        - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the sequences' own lengths.
+        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: where each begins in the row; the last is T.
+          Both are missing where nothing is padded.
+        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the longest with its padding. ``total_tokens`` is T, an int.
+        - ``attention_mask`` is None.
+        - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the processor's tensors; all None in a batch of text.
+
+    Raises:
+        FormatError: the batch has no padding mask or is narrow; it has no tokens; it has something that
+            ``GenericVisualInputs`` has no attribute for, such as columns, recordings or encoded files.
+        ValueError: the sequences do not fit ``length``, or an argument is below 1.
+        ImportError: Megatron-Bridge is not installed.
+    """
+    for name, value in (("sequence_multiple", sequence_multiple), ("length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value}: expected a whole number from 1")
+    _require_complete(batch)
+    visual = _visual_inputs(batch)
+    starts, lengths = _sequences(batch)
+    padded = -(-lengths // sequence_multiple) * sequence_multiple
+    needed = int(padded.sum())
+    if length is not None:
+        if needed > length:
+            raise ValueError(
+                f"length {length}: the sequences of this batch need {needed} positions, each padded to a multiple of"
+                f" {sequence_multiple}; raise it, or put fewer packs into a batch"
+            )
+        padded[-1] += length - needed
+    begins = padded.cumsum(0) - padded
+    total = needed if length is None else length
+    offsets = torch.arange(total) - begins.repeat_interleave(padded)
+    outside = offsets >= lengths.repeat_interleave(padded)
+    taken = (starts.repeat_interleave(padded) + offsets).masked_fill(outside, 0)
+
+    def row(name: str, filler: float) -> Tensor:
+        values: Tensor = batch[name]
+        return values.reshape(-1)[taken].masked_fill(outside, filler)[None]
+
+    loss_mask = row("loss_mask", 0)
+    made: dict[str, Any] = {
+        "input_ids": row("tokens", pad_id),
+        "labels": row("labels", _IGNORED).masked_fill(loss_mask == 0, _IGNORED),
+        "loss_mask": loss_mask,
+        "position_ids": offsets[None],
+        "attention_mask": None,
+    }
+    if "mrope_position_ids" in batch:
+        axes = batch["mrope_position_ids"].flatten(1)[:, taken].masked_fill(outside, _PADDING_POSITION)
+        made["position_ids"] = axes[:, None]
+    made["cu_seqlens_q"] = made["cu_seqlens_kv"] = _running_sums(lengths)
+    if not torch.equal(lengths, padded):
+        made["cu_seqlens_q_padded"] = made["cu_seqlens_kv_padded"] = _running_sums(padded)
+    made["max_seqlen_q"] = made["max_seqlen_kv"] = padded.max().int()
+    return {**made, "total_tokens": total, "visual_inputs": visual}
+
+
+def _require_complete(batch: Mapping[str, Any]) -> None:
+    """FormatError where a batch lacks what the packed row is made of."""
+    for name, remedy in (
+        ("tokens", "pass a batch of BatchAssembler or BatchLoader"),
+        ("labels", 'make batches with form="wide"'),
+        ("cu_seqlens", "pass whole batches, not single rows"),
+        ("padding_mask", "make batches with padding_mask=True, which says where sequences end"),
+    ):
+        if name not in batch:
+            raise FormatError(f"batch: has no {name!r}; {remedy}")
+
+
+def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Where each sequence begins among the positions of all rows, and how many tokens it has, int64 [n] both."""
+    padding, bounds = batch["padding_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"]).long()
+    count, width = padding.shape
+    tokens_before = torch.nn.functional.pad((~padding).cumsum(1), (1, 0))
+    lengths = tokens_before.gather(1, bounds).diff(dim=1)
+    starts = bounds[:, :-1] + torch.arange(count)[:, None] * width
+    kept = lengths > 0  # what has no token is padding
+    if not kept.any():
+        raise FormatError("batch: has no tokens; Megatron-Bridge has no packed row without a sequence")
+    return starts[kept], lengths[kept]
+
+
+def _running_sums(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _visual_inputs(batch: Mapping[str, Any]) -> Any:
+    """Bridge's object with what the processor made; FormatError where the batch has anything else."""
+    container = import_module("megatron.bridge.training.utils.visual_inputs").GenericVisualInputs
+    places = [field.name for field in fields(container)]
+    if unknown := sorted(set(batch) - {*_TEXT, *_BOUNDS, *places}):
+        raise FormatError(
+            f"batch: has {', '.join(map(repr, unknown))}, which Megatron-Bridge's step for vision-language models does"
+            f" not take; it takes {', '.join(places)}; make batches without columns, with media=MediaInputs(...)"
+        )
+    return container(**{name: batch[name] for name in places if name in batch})
+
+
+class VLMPacks(Shown, Dataset[int]):
+    """Packs with images as a data set for Megatron-Bridge's loader, which calls ``collate_fn`` in its workers.
+
+    An item is the number of a pack.
+
+    Args:
+        assembler: as ``bridge_vlm_batch`` wants its batches; rows have ``seq_length`` of it.
+    """
+
+    def __init__(self, assembler: BatchAssembler) -> None:
+        self.assembler = assembler
+
+    def _shown(self) -> str:
+        return f"of {self.assembler!r}"
+
+    def __len__(self) -> int:
+        return len(self.assembler)
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pack {index} of {len(self)}")
+        return int(index)
+
+    def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:
+        """The batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
+        batch, assembler = self.assembler.assemble(packs), self.assembler
+        return bridge_vlm_batch(
+            batch,
+            sequence_multiple=assembler.sequence_multiple,
+            length=assembler.seq_length,
+            pad_id=assembler.pad_id,
+        )

@@ -1,0 +1,364 @@
+"""Images and audio in batches: where they stand, in which order they come, and what ``MediaInputs`` makes of them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blends import build, config_of, write_packs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from media_processors import llava, png, qwen2_audio, wav
+from media_samples import item_of, media_samples, reseal_media, seven_files, with_entry, write_media
+from object_folders import serve_folder
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.media import BatchItem, MediaBatch, MediaInputs, keep_items
+from megatron_sft_idx.training.rows import ENCODER_COSTS, PackedBatchSampler, rows_of
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, find_items
+from megatron_sft_idx.training.torch_packs import as_torch
+
+CAPACITY = 64
+
+
+def write_random(prefix: Path, seed: int, count: int = 30) -> str:
+    write_media(prefix, media_samples(seed, count), capacity=CAPACITY, pad_id=0, token_dtype=np.int32)
+    return str(prefix)
+
+
+# ---- found by the positions of tokens ----
+
+
+def by_reading_packs(shard: Shard, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[Any, ...]]:
+    """The slow twin of ``find_items``: every pack is read, and each item looked for among all sequences."""
+    places = [
+        (int(begin) + item.start, item)
+        for begin, pack in zip(shard.token_offsets, shard, strict=False)
+        for item in pack["media"]
+    ]
+    return [
+        (number, position - start, item.length, item.kind, bytes(item.data))
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        for position, item in places
+        if start <= position < start + length
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_items_are_found_for_any_sequences_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("found")
+    shard = Shard(write_random(folder / "x", seed, 8))
+    source = StoredPacks(ShardSet([str(folder / "x")]))
+    packs = data.draw(st.lists(st.integers(0, len(shard) - 1), min_size=1, max_size=6))
+    segments = source.segments(np.array(packs))
+    found = find_items(source, segments)
+    columns = found.segments, *found.items
+    media = [
+        (number, start, length, {1: "image", 2: "audio"}[kind], bytes(found.finders[0].bytes_of_each([blob])[blob]))
+        for number, start, length, kind, blob in zip(*(each.tolist() for each in columns), strict=True)
+    ]
+    assert media == by_reading_packs(shard, segments.starts.tolist(), segments.lengths.tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [("starts", 3, "M6"), ("lengths", 0, "M6"), ("lengths", 4, "M7"), ("kinds", 9, "M8"), ("blobs", 5, "M9")],
+)
+def test_places_that_break_a_rule_are_errors(tmp_path: Path, name: str, value: int, rule: str) -> None:
+    """All checksums are right, so that only the rules themselves can tell."""
+    with ShardWriter(tmp_path / "x", media=True, capacity=CAPACITY, durable=False) as writer:
+        writer.add_pack(range(8), [0] * 8, [0, 4], media=[item_of("image", 0, 2), item_of("image", 2, 1)])
+    damaged = reseal_media(with_entry(seven_files(tmp_path / "x"), name, 0, value))
+    for suffix, data in damaged.items():
+        Path(f"{tmp_path / 'x'}{suffix}").write_bytes(data)
+    assembler = BatchAssembler(StoredPacks(ShardSet([str(tmp_path / "x")])), CAPACITY, media=keep_items)
+    with pytest.raises(CorruptShardError, match=rf"\(rule {rule}\)"):
+        assembler.assemble([0])
+
+
+# ---- where they stand in rows ----
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 1000), multiple=st.sampled_from([1, 2, 3, 4, 8]), planned=st.booleans())
+def test_padding_stands_between_sequences_and_never_inside_an_item(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, multiple: int, planned: bool
+) -> None:
+    """Sequences are padded to a multiple inside their row, for context parallelism: an item keeps its tokens together,
+    inside the tokens of its sequence."""
+    folder = tmp_path_factory.mktemp("rows")
+    shards = ShardSet([write_random(folder / "x", seed, 6)])
+    length = 240
+    source: Any = PlannedPacks(shards, PlanOptions(length, multiple)) if planned else StoredPacks(shards)
+    assembler = BatchAssembler(source, length, sequence_multiple=multiple, media=keep_items, padding_mask=True)
+    batch = assembler.assemble(range(len(assembler)))
+    tokens_of = {}
+    for pack in Shard(folder / "x"):
+        for begin, end in pairwise(pack["seq_boundaries"].tolist()):
+            for item in pack["media"]:
+                if begin <= item.start < end:
+                    tokens = pack["input_ids"][item.start : item.start + item.length].tolist()
+                    tokens_of.setdefault((item.kind, bytes(item.data)), []).append(tokens)
+    bounds = batch["cu_seqlens_padded"] if multiple > 1 else batch["cu_seqlens"]
+    for item in batch["media"]:
+        inside = slice(item.start, item.start + item.length)
+        assert not batch["padding_mask"][item.row, inside].any()
+        begins = bounds[item.row].unique().tolist()
+        assert any(begin <= item.start and item.start + item.length <= end for begin, end in pairwise(begins))
+        tokens_of[item.kind, bytes(item.data)].remove(batch["tokens"][item.row, inside].tolist())
+        assert not batch["loss_mask"][item.row, max(item.start - 1, 0) : item.start + item.length - 1].any()
+    assert not any(tokens_of.values())
+
+
+# ---- the order, on any ranks ----
+
+
+def carried(dataset: Any, ranks: int, micro: int, batch: int, consumed: int = 0, **options: Any) -> list[Any]:
+    """The items of each global batch, by row; of all ranks together."""
+    rows, steps = rows_of(dataset), list[list[Any]]()
+    for rank in range(ranks):
+        sampler = PackedBatchSampler(
+            rows,
+            consumed_samples=consumed,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            global_batch_size=batch,
+            **options,
+        )
+        made = list(BatchLoader(rows.assembler, rows.micro_batches(sampler), copy=True))
+        each = batch // (ranks * micro)
+        for number, one in enumerate(made):
+            step = number // each
+            steps += [[]] * (step + 1 - len(steps))
+            steps[step] = [*steps[step], *by_row(one)]
+    return [sorted(step) for step in steps]
+
+
+def by_row(batch: dict[str, Any]) -> list[Any]:
+    """For each row its tokens and its items in order."""
+    rows: list[list[Any]] = [[] for _ in batch["tokens"]]
+    for item in batch["media"]:
+        rows[item.row].append((item.kind, item.start, item.length, bytes(item.data)))
+    return [(tokens.tolist(), items) for tokens, items in zip(batch["tokens"], rows, strict=True)]
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_run_goes_on_with_the_same_media_on_other_ranks(tmp_path: Path, planned: bool, balance: bool) -> None:
+    """A shuffled blend of shards with images and audio, and of text; stopped in the middle of an epoch."""
+    paths = [
+        write_random(tmp_path / "a", 1),
+        write_packs(tmp_path / "text", 20, capacity=CAPACITY),
+        write_random(tmp_path / "b", 2),
+    ]
+    blend = paths, [0.5, 0.2, 0.3]
+    (dataset, *_) = build(
+        config_of(blend, sequence_length=CAPACITY, media=keep_items, index_only_packing=planned), (96, 0, 0)
+    )
+    whole = carried(dataset, 2, 2, 12, balance_attention=balance)
+    assert len(whole) == 8
+    assert sum(len(items) for step in whole for _, items in step) > 50
+    for ranks, micro in ((1, 4), (3, 2), (6, 1), (2, 3)):
+        assert carried(dataset, ranks, micro, 12, consumed=36, balance_attention=balance) == whole[3:]
+
+
+def test_of_a_remote_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far").mkdir()
+    near = write_random(tmp_path / "far" / "x", 5)
+    root = serve_folder(tmp_path / "far", tmp_path / "msc.json", monkeypatch)
+    batches = {}
+    for prefix in (near, f"{root}/x"):
+        source = StoredPacks(ShardSet([prefix]))
+        order = np.random.default_rng(1).permutation(source.num_packs).reshape(-1, 5)
+        loader = BatchLoader(BatchAssembler(source, CAPACITY, media=keep_items), order, copy=True)
+        batches[prefix] = [by_row(batch) for batch in loader]
+    assert batches[near] == batches[f"{root}/x"]
+    assert sum(len(items) for batch in batches[near] for _, items in batch)
+
+
+# ---- what the encoders cost ----
+
+
+def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
+    """Packs of one length: attention alone would call them equal."""
+    rng = np.random.default_rng(3)
+    numbers = rng.integers(0, 30, 64)
+    with ShardWriter(tmp_path / "x", media=True, capacity=CAPACITY, pad_id=0, durable=False) as writer:
+        for count in numbers.tolist():
+            kinds = ["image" if at % 2 else "audio" for at in range(count)]
+            items = [MediaItem(kind, 2 * at, 2, b"x") for at, kind in enumerate(kinds)]  # type: ignore[arg-type]
+            writer.add_pack(range(60), [0] * 60, [0], media=items)
+    images, audio = numbers // 2, numbers - numbers // 2
+    costs = {"image": 100, "audio": 7.5}
+    spreads = {}
+    for name, options in (("default", {}), ("own", {"media_costs": costs}), ("text", {"media_costs": {}})):
+        (dataset, *_) = build(config_of(str(tmp_path / "x"), sequence_length=CAPACITY, media=keep_items, **options))
+        rows = rows_of(dataset)
+        of_kind = options.get("media_costs", ENCODER_COSTS)
+        packs = rows.packs(np.arange(64))
+        work = np.rint(2 * of_kind.get("image", 0)) * images + np.rint(2 * of_kind.get("audio", 0)) * audio
+        found = rows.attention_costs(np.arange(64))
+        assert found.tolist() == (3600 + work[packs]).astype(int).tolist()
+        assert pickle.loads(pickle.dumps(rows)).attention_costs(np.arange(64)).tolist() == found.tolist()
+        of_ranks = []
+        for rank in range(4):
+            one = {"micro_batch_size": 4, "data_parallel_rank": rank, "data_parallel_size": 4, "global_batch_size": 64}
+            sampler = PackedBatchSampler(rows, consumed_samples=0, balance_attention=True, **one)  # type: ignore[arg-type]
+            of_ranks.append(sum(int(numbers[rows.packs(samples)].sum()) for samples in sampler))
+        spreads[name] = max(of_ranks) - min(of_ranks)
+    assert spreads["default"] <= 2
+    assert spreads["text"] > 10  # as they come, where encoders cost nothing
+
+
+# ---- MediaInputs ----
+
+
+def media_batch(tokens: Sequence[int], items: Sequence[MediaItem]) -> MediaBatch:
+    """One row that is one sequence."""
+    placed = [BatchItem(item.kind, item.start, item.length, item.data, 0, 0) for item in items]
+    ids = torch.tensor([tokens])
+    zero = np.zeros(1, np.int64)
+    return MediaBatch(ids, torch.arange(len(tokens))[None], zero, zero, np.array([len(tokens)]), placed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processor") / "llava"
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Any:
+    return llava(folder)
+
+
+@pytest.fixture(scope="module")
+def inputs(processor: Any, folder: Path) -> MediaInputs:
+    from transformers import LlavaConfig
+
+    return MediaInputs(folder, LlavaConfig())
+
+
+def of_images(processor: Any, files: Sequence[bytes]) -> MediaBatch:
+    number = int(processor.image_token_id)
+    tokens, items = [7], []
+    for data in files:
+        items.append(MediaItem("image", len(tokens), 16, data))
+        tokens += [number] * 16 + [8]
+    return media_batch(tokens, items)
+
+
+def test_tensors_are_those_of_the_processor(processor: Any, inputs: MediaInputs) -> None:
+    files = [png(40 + n, 70 - n, seed=n) for n in range(5)]
+    made = inputs(of_images(processor, files))
+    images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
+    expected = processor(images=images, text="<image>" * 5, return_tensors="pt")["pixel_values"]
+    assert list(made) == ["pixel_values"]
+    assert torch.equal(made["pixel_values"], expected)
+    swapped = inputs(of_images(processor, [files[1], files[0], *files[2:]]))
+    assert not torch.equal(swapped["pixel_values"], expected)
+    assert inputs(of_images(processor, [])) == {}
+
+
+def test_images_are_turned_upright(processor: Any, inputs: MediaInputs) -> None:
+    image = Image.open(io.BytesIO(png(60, 40)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned, plain = io.BytesIO(), io.BytesIO()
+    image.save(turned, "PNG", exif=exif)
+    image.transpose(Image.Transpose.ROTATE_270).save(plain, "PNG")
+    found = [inputs(of_images(processor, [each.getvalue()]))["pixel_values"] for each in (turned, plain)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("form", "rate", "channels"), [("WAV", 16_000, 1), ("WAV", 44_100, 2), ("FLAC", 8_000, 1), ("OGG", 22_050, 1)]
+)
+def test_recordings_are_read_as_transformers_reads_them(tmp_path: Path, form: str, rate: int, channels: int) -> None:
+    from transformers import Qwen2AudioConfig
+    from transformers.audio_utils import load_audio
+
+    processor = qwen2_audio(tmp_path / "audio")
+    data = wav(9_001, rate, seed=4, form=form, channels=channels)
+    (tmp_path / "x").write_bytes(data)
+    samples = load_audio(str(tmp_path / "x"), sampling_rate=16_000, backend="soundfile")
+    assert samples.dtype == np.float32
+    expected = processor(audio=[samples], text="<|AUDIO|>", sampling_rate=16_000, return_tensors="pt")
+    ids = expected["input_ids"][0].tolist()
+    number = processor.tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    item = MediaItem("audio", ids.index(number), ids.count(number), data)
+    made = MediaInputs(tmp_path / "audio", Qwen2AudioConfig())(media_batch(ids, [item]))
+    assert made.keys() == {"input_features", "feature_attention_mask"}
+    for name, values in made.items():
+        assert torch.equal(values, expected[name])
+
+
+def test_what_cannot_be_is_an_error(processor: Any, folder: Path, inputs: MediaInputs, tmp_path: Path) -> None:
+    from transformers import BertConfig, LlavaConfig
+
+    fits = of_images(processor, [png(30, 30)])
+    short = fits._replace(items=[BatchItem("image", 1, 15, fits.items[0].data, 0, 0)])
+    with pytest.raises(FormatError, match=r"makes 16 positions of it, the shard has 15; take the processor"):
+        inputs(short)
+    with pytest.raises(FormatError, match=r"image at position 1 of row 0: no image that can be decoded"):
+        inputs(of_images(processor, [png(30, 30)[:200]]))
+    with pytest.raises(FormatError, match="takes no audio"):
+        inputs(fits._replace(items=[BatchItem("audio", 1, 16, wav(100), 0, 0)]))
+    with pytest.raises(FormatError, match=r"no folder with a config\.json"):
+        MediaInputs(folder)
+    with pytest.raises(FormatError, match="transformers makes no processor"):
+        MediaInputs(tmp_path, LlavaConfig())
+    with pytest.raises(FormatError, match="transformers makes no configuration"):
+        MediaInputs(folder, tmp_path)
+    with pytest.raises(FormatError, match="takes neither images nor audio"):
+        MediaInputs(processor.tokenizer, BertConfig())
+    with pytest.raises(FormatError, match="threads 0"):
+        MediaInputs(folder, LlavaConfig(), threads=0)
+
+
+def test_it_goes_to_workers(processor: Any, inputs: MediaInputs, tmp_path: Path) -> None:
+    """It pickles as its folder; and threads that this process had are not waited for in a fork of it."""
+    assert len(pickle.dumps(inputs)) < 5_000
+    files = [png(30 + n, 50, seed=n) for n in range(6)]
+    whole = of_images(processor, files)
+    with ShardWriter(tmp_path / "x", media=True, capacity=200, pad_id=0, durable=False) as writer:
+        for _ in range(4):
+            ids = whole.tokens[0].tolist()
+            writer.add_pack(ids, [0] * len(ids), [0], media=list(whole.items))
+    expected = inputs(whole)["pixel_values"]
+    assembler = BatchAssembler(StoredPacks(ShardSet([str(tmp_path / "x")])), 200, media=inputs)
+    for workers, context in ((0, None), (2, "fork"), (1, "spawn")):
+        loader = DataLoader(
+            assembler,
+            batch_sampler=[[0, 1], [2]],
+            collate_fn=whole_batch,
+            num_workers=workers,
+            multiprocessing_context=context,
+        )
+        batches = list(loader)
+        assert torch.equal(batches[0]["pixel_values"], torch.cat([expected, expected]))
+        assert torch.equal(batches[1]["pixel_values"], expected)
+        assert batches[0]["tokens"].shape == (2, 200)
+    dataset = as_torch(tmp_path / "x", media=inputs)
+    for batch in DataLoader(dataset, batch_size=2, collate_fn=dataset.collate, num_workers=2):
+        assert torch.equal(batch["pixel_values"], torch.cat([expected, expected]))
+    with pytest.raises(FormatError, match="collate_fn=whole_batch"):
+        next(iter(DataLoader(assembler, batch_size=2)))
+    assert torch.equal(assembler[1]["pixel_values"], expected)
