@@ -272,17 +272,9 @@ def report_stage(
     for way in ways:
         row = [way.name]
         for workers in (0, 2):
-            one = found.get((way.name, workers))
-            row += (
-                cells(
-                    ",.1f ,.2f ,.1f",
-                    statistics.median(one.took),
-                    percentile(one.waited, 50),
-                    percentile(one.waited, 95),
-                )
-                if one
-                else ["", "", ""]
-            )
+            one = found.get((way.name, workers), Found([], []))
+            row.append(f"{statistics.median(one.took):,.1f}" if one.took else "")
+            row += [f"{percentile(one.waited, q):,.2f}" if one.waited else "" for q in (50, 95)]
         rows.append(row)
     header = ["way"]
     for which in ("no workers", "two workers"):
