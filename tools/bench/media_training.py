@@ -28,7 +28,7 @@ from batches_peers import WIDTH
 from measure import read_from_disk, require_cold
 from media_training_peers import Stage, Store
 from PIL import Image
-from report import Bench, cells, not_run, run_bench
+from report import Bench, not_run, run_bench
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from megatron_sft_idx.layout.media import MediaItem
