@@ -4,6 +4,9 @@ Every way hands over the batch that Megatron takes and its images, in one of thr
 pixels, or the tensors of an image processor. Decoding and the processor are the same code in all ways, except that
 datasets decodes with its own ``Image`` feature. All ways but webdataset, which chooses its own order, must give the
 same batch before they are timed. Ways take turns, and every second round goes through them from the last to the first.
+
+The trainer of the waits sleeps during its steps, so that the processor is free for what prepares batches. A trainer
+that keeps the processor or Python busy waits longer.
 """
 
 from __future__ import annotations
