@@ -16,7 +16,16 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, NO_ITEMS, Items, MediaHeader, MediaItem, blob_hash
+from megatron_sft_idx.layout.media_layout import (
+    ARRAYS,
+    KIND_NAMES,
+    MEDIA,
+    NO_ITEMS,
+    Items,
+    MediaHeader,
+    MediaItem,
+    blob_hash,
+)
 from megatron_sft_idx.packing import csr_rows
 from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.opening import FileStart, open_items, read_header, read_start, require_same

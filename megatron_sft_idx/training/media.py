@@ -32,7 +32,7 @@ from torch.utils.data import get_worker_info
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.chat.media_files import MISSING, decoded_image, decoded_recording
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media import Kind, MediaItem
+from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
 
 # What to do about a shard with images or audio whose batches can carry them.
@@ -306,7 +306,13 @@ class _Loaded(NamedTuple):
         ]
         if missing:
             raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
-        found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        try:
+            found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        except Exception as error:  # whatever its own code raises
+            raise FormatError(
+                f"get_rope_index of the model fails with {', '.join(name for name in wanted if name in known)}, which"
+                f" are all that is known here: {brief(str(error))}"
+            ) from error
         if found.ndim != 3 or len(found) != 3:
             raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
         by_sequence: Tensor = found.transpose(0, 1)
