@@ -34,7 +34,7 @@ from PIL import Image
 from report import Bench, not_run, run_bench
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media_layout import MediaItem
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions
