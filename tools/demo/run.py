@@ -77,7 +77,7 @@ def check(claim: str, holds: bool) -> None:
 def check_answers(shard: Shard, tokenizer: Tokenizer) -> None:
     """Compare the trained words of every sequence with the answers of the chat that it was made from."""
     chats = [json.loads(line) for line in Path(CHATS).read_text(encoding="utf-8").splitlines()]
-    start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
+    start, end = tokenizer.encode("<|im_start|><|im_end|>").ids
     rows, answers_trained, ends_trained, no_headers = list[int](), True, True, True
     for row, trained in trained_tokens(shard):
         rows.append(row)
