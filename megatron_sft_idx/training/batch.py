@@ -445,7 +445,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
-        """Return one row without the batch dimension; ``masked`` zeroes its loss mask, for rows that fill up a batch."""
+        """Return one row without the batch dimension; ``masked`` zeroes its loss mask, for filling up a batch."""
         batch = Batch(self.layout(1))
         self.assemble([pack], batch, masked=np.array([masked]))
         return {name: tensor[0] for name, tensor in batch.tensors.items()} | batch.media
