@@ -52,7 +52,7 @@ from megatron_sft_idx.training.sources import (
     require_text,
 )
 
-# ---- tensors and where they lie ----
+# ---- tensors and their memory layout ----
 
 
 Form = Literal["wide", "narrow", "narrow-weighted"]
@@ -360,7 +360,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             seq_length: positions in these rows; None for ``seq_length`` of the assembler.
 
         Raises:
-            ValueError: a row does not fit, or a sequence does not lie within its shard.
+            ValueError: a row does not fit, or a sequence is outside its shard.
             FormatError: a remote shard was replaced since it was opened.
             StorageError: the object store of a remote shard does not answer.
         """

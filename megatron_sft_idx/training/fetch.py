@@ -26,7 +26,7 @@ from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.transport import request_pool
 from megatron_sft_idx.training.sources import Arrays, Segments
 
-# ---- in maps, or read for one batch ----
+# ---- local shards: memory maps, or reads for one batch ----
 
 
 @shown_by_fields
@@ -107,7 +107,7 @@ def _extents(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any]
     return slots[first], starts[first], stops[last] - starts[first], np.cumsum(begins) - 1
 
 
-# ---- fetched from object stores ----
+# ---- remote shards: fetched from object stores ----
 
 
 BUDGET_NBYTES = 256 << 20

@@ -43,7 +43,7 @@ def _column(batch: Tensors, name: str) -> Tensor:
     return batch[name]
 
 
-# ---- by source ----
+# ---- loss by source ----
 
 
 def files_of(batch: Tensors) -> Tensor:
@@ -82,7 +82,7 @@ def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
     return chosen if len({*chosen}) == len(chosen) else numbered
 
 
-# ---- of pairs ----
+# ---- losses of preference pairs ----
 
 
 @shown_by_fields
@@ -166,7 +166,7 @@ def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tens
     return PairLosses(-logsigmoid(chosen - others), chosen.detach(), others.detach())
 
 
-# ---- from the logits of a batch of as_torch ----
+# ---- losses from the logits of a batch of as_torch ----
 
 
 # Entries that ``collate`` of ``as_torch`` puts into a batch for these losses; models have no arguments for them.

@@ -122,7 +122,7 @@ class Corpus:
 
     @property
     def source_file(self) -> dict[str, Any]:
-        """Its entry in the table of files of the column ``source``."""
+        """The entry of this dataset in the table of files of the column ``source``."""
         return {"name": PREFIX + Path(self.prefix).name, "fingerprint": self.content}
 
 

@@ -207,7 +207,7 @@ def _tokenizer_fingerprint(args: Namespace) -> str | None:
         return None
 
 
-# ---- what is blended ----
+# ---- blends ----
 
 
 Blend = tuple[list[str], list[float] | None]

@@ -318,7 +318,7 @@ def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: An
     return kind(reopen(*source_state), *others)
 
 
-# ---- a global batch, dealt out evenly ----
+# ---- balancing a global batch ----
 
 
 def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np.int64]:

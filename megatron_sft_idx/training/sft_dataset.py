@@ -170,7 +170,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         )
         self._choose_caches()
         self._check_paths()
-        # The shards of all paths must agree on what the shards of each path agree on.
+        # Properties that all shards of one path must share must be the same for the shards of all paths.
         together = ShardSet.joined(list(self._opened.values()))
         together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
         if not self.index_only_packing:
