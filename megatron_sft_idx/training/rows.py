@@ -326,9 +326,9 @@ def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np
 
     The packs are sorted by cost and cut into rows of one pack per rank. Packs that ranks process at the same time then
     cost about the same, which matters because ranks may wait for each other within a step. In each row, the pack with
-    the highest cost goes to the rank with the lowest sum so far, and so on. A step waits for the rank with the highest
-    sum. This rank then swaps packs with other ranks while that lowers its sum, within a row if possible. Whole rows are
-    distributed over micro-batches in the same way.
+    the highest cost goes to the rank with the lowest sum so far, and so on. Then the rank with the highest sum, for
+    which a step has to wait, swaps packs with other ranks while that lowers its sum, within a row if possible. Whole
+    rows are distributed over micro-batches in the same way.
 
     Args:
         costs: cost of each pack of the batch, int64 [ranks * micro_batches * packs per micro-batch].
