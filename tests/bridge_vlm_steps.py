@@ -216,7 +216,7 @@ def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch
     """What Bridge makes of these chats. It also trains on the line end behind an answer, which is taken out here."""
     collate = import_module("megatron.bridge.models.qwen_vl.data.collate_fn").qwen2_5_collate_fn
     examples = [chat(number, "opened") for number in numbers]
-    sizes = {"min_pixels": None, "max_pixels": None}  # those of the processor
+    sizes = {"min_pixels": None, "max_pixels": None}  # the processor has its sizes
     packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": multiple}
     batch: Batch = collate(examples, processor, **sizes, **packing)
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")

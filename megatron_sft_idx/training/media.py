@@ -130,9 +130,11 @@ class MediaInputs(Shown):
             another number of positions than the shard has for it, or a file cannot be decoded.
 
     Example:
+        >>> from torch.utils.data import DataLoader
         >>> from transformers import LlavaConfig
-        >>> inputs = MediaInputs("data/processor", LlavaConfig())
-        >>> batch = next(iter(DataLoader(ds := as_torch("data/colours", media=inputs), collate_fn=ds.collate)))
+        >>> from megatron_sft_idx import as_torch
+        >>> packs = as_torch("data/colours", media=MediaInputs("data/processor", LlavaConfig()))
+        >>> batch = next(iter(DataLoader(packs, collate_fn=packs.collate)))
         >>> batch["pixel_values"].shape
         torch.Size([1, 3, 56, 56])
     """
