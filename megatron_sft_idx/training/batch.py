@@ -41,7 +41,14 @@ from megatron_sft_idx.layout.media_layout import KIND_NAMES
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
-from megatron_sft_idx.training.media import CARRIED_BY, BatchItem, MediaBatch, MediaStep, text_positions
+from megatron_sft_idx.training.media import (
+    CARRIED_BY,
+    BatchItem,
+    MediaBatch,
+    MediaStep,
+    require_step,
+    text_positions,
+)
 from megatron_sft_idx.training.sources import (
     Arrays,
     PackSource,
@@ -187,7 +194,11 @@ class Batch(Shown):
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         if self.media:
-            raise FormatError("rows with images or audio come as whole batches; pass collate_fn=whole_batch")
+            # Rows are stacked by the names that the first one has, and so the others might lose their images.
+            raise FormatError(
+                "rows with images or audio come as whole batches; pass collate_fn=whole_batch to the DataLoader, and"
+                " rows_of(dataset) where the dataset is a blend"
+            )
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -286,6 +297,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
                 f" {sequence_multiple}"
             )
+        require_step(media)
         if media is None:
             require_text(source.media_prefix or "", source.media_prefix is not None, ignore_media, CARRIED_BY)
         for name in columns:
@@ -440,10 +452,13 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
-        """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch."""
+        """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch.
+
+        FormatError: a media step adds something to it, which has no place in single rows.
+        """
         batch = Batch(self.layout(1))
         self.assemble([pack], batch, masked=np.array([masked]))
-        return {name: tensor[0] for name, tensor in batch.tensors.items()} | batch.media
+        return batch[0]
 
     def rows(self, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None) -> Batch:
         """A batch for a DataLoader, in shared memory in its worker processes; ``masked`` is as for ``fill``."""

@@ -87,6 +87,12 @@ class MediaBatch(NamedTuple):
 MediaStep: TypeAlias = Callable[[MediaBatch], dict[str, Any]]
 
 
+def require_step(media: Any) -> None:
+    """FormatError unless this is None or a media step."""
+    if media is not None and (isinstance(media, type) or not callable(media) or hasattr(media, "from_pretrained")):
+        raise FormatError(f"media: {brief(media)}, expected MediaInputs(FOLDER), keep_items or another media step")
+
+
 def keep_items(batch: MediaBatch) -> dict[str, Any]:
     """A media step that adds the encoded files: ``media``, a list of ``BatchItem``."""
     return {"media": batch.items}
@@ -168,6 +174,7 @@ class MediaInputs(Shown):
     def __call__(self, batch: MediaBatch) -> dict[str, Any]:
         """The tensors of a batch, by name. FormatError: see the class."""
         made: dict[str, Any] = self._tensors(batch) if batch.items else {}
+        self._require_no_other_placeholders(batch)
         if self._loaded.rope_index is not None:
             made["mrope_position_ids"] = self._mrope(batch, made)
         return made
@@ -204,7 +211,33 @@ class MediaInputs(Shown):
                 return decoded_image(item.data)
             return decoded_recording(item.data, self._loaded.sampling_rate)
         except ValueError as error:
-            raise FormatError(f"{item.kind} at position {item.start} of row {item.row}: {error}") from None
+            raise FormatError(
+                f"{item.kind} at position {item.start} of row {item.row}: {error}; verify --full finds files that were"
+                " damaged since the shard was made"
+            ) from None
+
+    def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
+        """FormatError where the model would look for features at a token that is of no image or recording."""
+        kinds = {
+            number: kind
+            for kind, placeholder in self._loaded.placeholders.items()
+            for number, token in self._loaded.ids[kind].items()
+            if token == placeholder
+        }
+        other = torch.isin(batch.tokens, torch.tensor([*kinds], dtype=batch.tokens.dtype))
+        for item in batch.items:
+            other[item.row, item.start : item.start + item.length] = False
+        if not other.any():
+            return
+        for row, start, length in zip(batch.rows.tolist(), batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+            if (found := other[row, start : start + length].nonzero()).numel():
+                position = start + int(found[0])
+                kind = kinds[int(batch.tokens[row, position])]
+                raise FormatError(
+                    f"position {position} of row {row}: {self._loaded.placeholders[kind]!r}, at which the model looks"
+                    f" for {kind}, and none is there: a text spells it, as with --allow-control-tokens; tokenize it"
+                    " without, or leave it out"
+                )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
         """FormatError where the model would find other features at an item's placeholder tokens than those of it."""
@@ -291,6 +324,7 @@ class _Loaded(NamedTuple):
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
         model = _model_class(transformers, config)
         _require_known_inputs(model)
+        _require_own_model(processor, [*placeholders], model)
         return cls(processor, placeholders, ids, _rope_index(model, config))
 
     def positions(self, known: Mapping[str, Any]) -> Tensor:
@@ -357,6 +391,22 @@ def _require_known_inputs(model: Any) -> None:
             f"{model.__name__}: its attention is not causal inside images, which it is told by {found[0]}; packed rows"
             " cannot say that, so such models are not trained here"
         )
+
+
+def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> None:
+    """FormatError where a model takes nothing of what a processor makes of images, or of recordings.
+
+    Such is a language model that was meant to be the model around it. Positions would be counted as it counts them.
+    """
+    taken = inspect.signature(model.forward).parameters
+    for kind in kinds:
+        part = getattr(processor, "image_processor", None) if kind == "image" else _of_audio(processor)
+        names = getattr(part, "model_input_names", [])
+        if names and not any(name in taken for name in names):
+            raise FormatError(
+                f"{model.__name__} takes no {names[0]}, which {type(processor).__name__} makes; pass the configuration"
+                " of the model that the processor belongs to, of Qwen-Omni its thinker_config"
+            )
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

@@ -24,15 +24,17 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from numbers import Real
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import KINDS, Kind
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
@@ -47,6 +49,21 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 # layers of width h. These are of Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and Qwen2-Audio 7B (m 2, a 1280, K 32,
 # h 4096, L 32).
 ENCODER_COSTS: Final[Mapping[Kind, float]] = {"image": 25_000, "audio": 9_600}
+_MOST_COST: Final = 10**9
+
+
+def require_costs(costs: Any) -> None:
+    """FormatError unless ``media_costs`` is None, or has numbers from 0 to 10^9 for kinds of items."""
+    if costs is None:
+        return
+    if not isinstance(costs, Mapping):
+        raise FormatError(f"media_costs: {brief(costs)}, expected a dict with a number for image and for audio")
+    for kind, cost in costs.items():
+        if kind not in KINDS:
+            raise FormatError(f"media_costs: {brief(kind)} is no kind of item; the kinds are {', '.join(KINDS)}")
+        if isinstance(cost, bool) or not isinstance(cost, Real) or not 0 <= cost <= _MOST_COST:
+            raise FormatError(f"media_costs: {brief(cost)} for {kind}, expected a number from 0 to {_MOST_COST:,}")
+
 
 # ---- the order of an epoch ----
 
@@ -171,7 +188,11 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """One sample.
 
         A negative index (or None, which Megatron's GPTDataset accepts) gives a row that only fills up a batch: the
-        tokens of the sample counted from the end, and a loss mask of zeros. IndexError: there is no such sample.
+        tokens of the sample counted from the end, and a loss mask of zeros.
+
+        Raises:
+            IndexError: there is no such sample.
+            FormatError: it has images or audio for a media step, which come in whole batches.
         """
         i = -1 if index is None else operator.index(index)
         return self.assembler.sample(int(self.packs([i if i >= 0 else i + self.num_samples])[0]), i < 0)
@@ -306,7 +327,8 @@ def rows_of(dataset: Any) -> Rows:
     if not hasattr(dataset, "dataset_index"):
         raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
     if dataset.dataset_index is None and len(dataset):
-        dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
+        with suppress(FormatError):  # a sample with images, which comes in whole batches
+            dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
     members = [rows for rows in map(rows_of, dataset.datasets) if isinstance(rows, PackedRows | PretrainingRows)]
     if len(members) < len(dataset.datasets):
         raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")

@@ -32,9 +32,9 @@ from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
-from megatron_sft_idx.training.media import CARRIED_BY, MediaStep
+from megatron_sft_idx.training.media import CARRIED_BY, MediaStep, require_step
 from megatron_sft_idx.training.pretraining import Corpus, EveryToken, PretrainingPacks, is_pretraining
-from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows
+from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows, require_costs
 from megatron_sft_idx.training.sources import (
     PlannedPacks,
     PlanOptions,
@@ -183,6 +183,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_options(self) -> None:
         """Require options that do something."""
+        require_step(self.media)
+        require_costs(self.media_costs)
         if self.single_sequences and (self.columns or self.media is not None):
             what = f"columns {', '.join(self.columns)}" if self.columns else "media"
             raise FormatError(
