@@ -291,6 +291,19 @@ def test_rows_that_are_stacked_one_by_one_do_not_lose_their_images(tmp_path: Pat
             next(iter(DataLoader(Chosen(blend, samples), batch_size=2)))
 
 
+def test_rows_of_a_blend_whose_index_was_not_opened_yet(tmp_path: Path) -> None:
+    """As Megatron leaves it with defer_npy_index_mmap: only reading a sample opens it, and none can be read alone."""
+    paths = [write_random(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    (blend, *_) = build(config_of((paths, [0.5, 0.5]), sequence_length=CAPACITY, media=keep_items), (40, 0, 0))
+    expected = rows_of(blend).packs(range(40)).tolist()
+    for name in ("dataset_index", "dataset_sample_index"):
+        np.save(tmp_path / f"{name}.npy", getattr(blend, name))
+        setattr(blend, f"path_to_{name}", tmp_path / f"{name}.npy")
+        setattr(blend, name, None)
+    blend.config.defer_npy_index_mmap = True
+    assert rows_of(blend).packs(range(40)).tolist() == expected
+
+
 # ---- MediaInputs ----
 
 
