@@ -45,7 +45,16 @@ from megatron_sft_idx.live.live_order import (
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
 from megatron_sft_idx.live.waiting import Stopped, Stopwatch, Waiter
-from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, MediaStep, Tensors, Wanted
+from megatron_sft_idx.training import (
+    BatchAssembler,
+    BatchIterator,
+    BatchLoader,
+    Form,
+    MediaStep,
+    Tensors,
+    Wanted,
+    check_media_options,
+)
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -109,6 +118,7 @@ class LiveConfig:
 
     def __post_init__(self) -> None:
         require_fields(self)
+        check_media_options(self.media, self.ignore_media)
         if not 0 <= self.rank < self.size:
             raise FormatError(f"rank {self.rank}, expected 0 to {self.size - 1}: there are {self.size} ranks")
         for name, least in (
