@@ -689,8 +689,7 @@ class Header:
 
     @property
     def shard_id(self) -> bytes:
-        """16 bytes derived from the content: xxh3_128 of the checksums in ``digests`` and of media checksums, if any.
-        """
+        """16 bytes derived from the content: xxh3_128 of the ``digests``' checksums and of media checksums, if any."""
         return _shard_id((digest.checksum for digest in self.digests), self.metadata)
 
     @property

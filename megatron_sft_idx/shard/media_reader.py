@@ -154,8 +154,7 @@ class ShardMedia:
         return hashed.checksum()
 
     def items(self, first: int, last: int) -> tuple[NDArray[np.int64], Items]:
-        """Return the items of packs ``[first, last)``: the number in each, int64 [packs], and their positions in the
-        packs.
+        """Return the items of packs ``[first, last)``: counts per pack, int64 [packs], and positions in the packs.
 
         CorruptShardError: the offsets are outside the file (M5), or an item shows a blob that does not exist (M9).
         """
@@ -220,10 +219,10 @@ class ShardMedia:
             lengths: number of tokens of each sequence, int64 [sequences].
 
         Returns:
-                The number of the sequence of each item, int64 [items]; and the items, with ``starts`` counted from the
-                first token of the sequence.
+            The number of the sequence of each item, int64 [items]; and the items, with ``starts`` counted from the
+            first token of the sequence.
 
-            CorruptShardError: a broken rule prevents finding an item: M5 to M9.
+        CorruptShardError: a broken rule prevents finding an item: M5 to M9.
         """
         arrays, packs = self._item_arrays, np.searchsorted(token_offsets, starts, "right") - 1
         offsets = arrays["item_offsets"]
@@ -276,10 +275,10 @@ class ShardMedia:
 
         Args:
             first: number of the first pack.
-                sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
-                seq_starts: start of each sequence in its pack, int64 [sequences].
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
+            seq_starts: start of each sequence in its pack, int64 [sequences].
 
-            CorruptShardError: an error of ``items``, or an unknown kind (M8).
+        CorruptShardError: an error of ``items``, or an unknown kind (M8).
         """
         counts, items = self.items(first, first + len(sequence_offsets) - 1)
         self._require_known_kinds(first, items)

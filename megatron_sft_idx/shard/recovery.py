@@ -74,7 +74,7 @@ class Remains:
         """Whether the ``.seq.idx`` at the prefix belongs to a shard that is about to be replaced."""
         # .seq.idx is renamed last: while the new one is in the folder, it is not at the prefix.
         new, path = (self.unpublished or {}).get(self.paths.seq_idx), self.paths.seq_idx
-        return new is not None and inode_at(path) not in (None, inode_at(new))  # equal: already renamed, as a second link
+        return new is not None and inode_at(path) not in (None, inode_at(new))  # equal: renamed, as a second link
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:

@@ -307,7 +307,7 @@ class ShardWriter(Shown):
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
             try:
                 return convert(values)
-            except (ValueError, TypeError, RuntimeError) as error:  # TypeError, RuntimeError: tensors numpy cannot convert
+            except (ValueError, TypeError, RuntimeError) as error:  # TypeError, RuntimeError: unsupported tensors
                 raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
         starts = array(integer_array, seq_starts, "seq_starts")
