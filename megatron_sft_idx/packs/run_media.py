@@ -248,11 +248,11 @@ class RunMedia:
         """Return the items of several packs, by sequence.
 
         Args:
-                items: the items in order; ``starts`` are counted from the first token of the pack.
-                packs: number of each item's pack, ascending, int64 [items].
-                sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
-                seq_starts: start of each sequence in its pack, int64 [sequences].
-                blobs: the files that the items show.
+            items: the items in order; ``starts`` are counted from the first token of the pack.
+            packs: number of each item's pack, ascending, int64 [items].
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
+            seq_starts: start of each sequence in its pack, int64 [sequences].
+            blobs: the files that the items show.
         """
         # Sequences and items as one ascending number each: the pack, then the position in it.
         counts = np.diff(sequence_offsets)
