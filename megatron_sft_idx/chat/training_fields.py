@@ -135,7 +135,7 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
 
 
 def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], what: str) -> None:
-    """Raise RowError if two fields of a message contradict each other. (ms-swift multiplies two of them.)"""
+    """Raise RowError if two fields of a message contradict each other. ms-swift multiplies two of them."""
     says = {**weights, **{name: float(flag) for name, flag in flags.items()}}
     if len(says) < 2:
         return
