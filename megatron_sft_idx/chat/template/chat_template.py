@@ -229,7 +229,7 @@ class ChatTemplate:
             return form._replace(text=error)
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
-        """Yield the forms of a conversation to try in turn, beginning with that of transformers in the template's style.
+        """Yield the forms of a conversation to try in turn, first that of transformers in the template's style.
 
         The last forms have contents as strings if the style has content parts, or the other way round.
 
