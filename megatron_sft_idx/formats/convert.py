@@ -169,7 +169,6 @@ def convert(
             returns a function that is called after each run with its tokens and packs.
 
     Raises:
-    Raises:
         FormatError: a source does not match its format, the destination exists or is a source, the destination's format
             cannot store something, or the result differs from the source.
         SequenceError: a pack breaks a rule.
