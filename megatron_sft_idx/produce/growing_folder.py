@@ -44,10 +44,6 @@ class GrowingFolder:
         log: called with messages for the user.
         clock: seconds since any fixed time.
 
-Raises:
-        log: called with messages for the user.
-        clock: seconds since some moment.
-
     Raises:
         FormatError: the folder does not exist.
     """
