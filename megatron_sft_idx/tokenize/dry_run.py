@@ -89,7 +89,7 @@ def preview(
         ids.
 
     Raises:
-            SFTIndexError: an input or an option is unusable.
+        SFTIndexError: an input or an option is unusable.
     """
     files, options = options.expanded()
     look_at_rows(files, options.encoding.rows, options.max_rows)
