@@ -158,7 +158,7 @@ def convert(
 ) -> ConvertReport:
     """Convert packed data. Several sources of one format become one result.
 
-    Memory use stays below 256 MiB, except for a format that can only be read as a whole (``npy``).
+    Heap memory stays below 256 MiB, except for a format that can only be read as a whole (``npy``).
 
     Args:
         source: path, glob, folder, or a list of these, as in ``open_dataset``.
