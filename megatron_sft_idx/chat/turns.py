@@ -221,7 +221,7 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
 
     - Content parts of text become one string; parts of reasoning or tool calls become the fields of that name.
     - Arguments of tool calls become objects, and an old ``function_call`` becomes one of the tool calls. So does the
-    content of a message whose role is ``function_call``.
+      content of a message whose role is ``function_call``.
     - Reasoning is stored under ``reasoning_content``, and under its key in the row.
     - Keys with null values are dropped, as in transformers.
 

@@ -121,13 +121,13 @@ def rebuild(
     is up to 100 bytes per pack, and about 30 more per sequence if both indexes are lost.
 
     - With a good header of ``.seq.idx``, every other file is restored exactly or not at all. Nothing is restored that
-    would make readers open a shard with another damaged file.
+      would make readers open a shard with another damaged file.
     - Without a good header, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several
-    shards could have the same data, that is an error. Columns record the data that they were written for. It is an
-    error, too, if that is not the present data.
+      shards could have the same data, that is an error. Columns record the data that they were written for. It is an
+      error, too, if that is not the present data.
     - If a killed build left packs in ``X.building``, these become the shard.
     - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists no columns, so
-    columns at the prefix count as attached from then on.
+      columns at the prefix count as attached from then on.
 
     Args:
         prefix: the path that the five files share.

@@ -400,7 +400,7 @@ def least_ahead(deal: Deal, step_rows: int, min_packs: int) -> int:
     uncompleted shards that one step can need, in the worst case:
 
     * Everything possible is committed. The rest was distributed again if necessary (``may_need_commit`` of the loader).
-    So the begun groups come first, evenly distributed over the ranks, and then shard after shard.
+      So the begun groups come first, evenly distributed over the ranks, and then shard after shard.
     * A begun group has one pack left. All other shards have ``min_packs``.
 
     Two ranks take 10 packs per step, from shards with at least 8 packs. Both are inside a shard with one pack left, and

@@ -4,7 +4,7 @@
 
 * ``OwnPacks`` returns the packs of this rank, in order. It waits for the shards of its next group.
 * ``RankCounts`` counts the packs of all ranks. Ranks do not communicate about data. Each one determines by itself, from
-the headers of all shards, after how many steps an epoch ends for all.
+  the headers of all shards, after how many steps an epoch ends for all.
 * ``Walk`` ends the epoch for all ranks at the same step, by padding or by omitting packs.
 """
 

@@ -6,7 +6,7 @@ A shard is made as in ``tokenize``: its pieces become parts in a building folder
 - Workers write each piece to a part, which is removed when its shard is published.
 - A shard ends with the first piece at which it has enough tokens (``_Production``), and the next one begins there.
 - The input may still grow. It is a stream of pieces (``feed``), with ``NOT_YET`` in place of a piece that does not
-exist yet.
+  exist yet.
 - The producer publishes that it is alive, and waits for its consumers (``keeper``).
 
 The bytes of a shard depend only on the input, the options and the seed. Its header has the position in the input after

@@ -191,8 +191,7 @@ class ShardSet(Shown):
     - A few shards are mapped, as long as the system allows one more map.
     - Many small shards are read into memory (``in_memory``), unless columns are requested or they have images or audio.
     - For many large shards, the index arrays are read into memory. Files of tokens and masks are opened for each read
-    and
-      then closed.
+      and then closed.
 
     So thousands of shards need no maps and no descriptors. A set pickles as its prefixes and a fingerprint. Unpickling
     raises FormatError if other shards are at the prefixes. Threads can share a set.

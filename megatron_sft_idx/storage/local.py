@@ -32,8 +32,8 @@ _BUFFER_NBYTES = 1 << 16
 # Size of a chunk to hash, read or write. Larger writes sometimes take several times as long: ext4 asks for large
 # folios.
 _CHUNK_NBYTES = 1 << 18
-# A file longer than a chunk reserves disk space in steps: on ext4, writing then takes 10% less time. Larger steps are no
-# faster, and on an almost full disk they take the space of the other files.
+# A file longer than a chunk reserves disk space in steps: on ext4, writing then takes 10% less time. Larger steps are
+# not faster, and on an almost full disk they take the space of the other files.
 _RESERVED_NBYTES = 1 << 20
 _FALLOC_FL_KEEP_SIZE = 1
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
