@@ -1,4 +1,4 @@
-"""Chats to a packed shard: ``megatron-sft-idx preprocess``, for those who look for it in tools/."""
+"""Make a packed shard from chats: runs ``megatron-sft-idx preprocess``."""
 
 import sys
 
