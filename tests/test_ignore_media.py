@@ -135,10 +135,19 @@ def planned(folder: Path) -> PlannedPacks:
     return PlannedPacks(shards_of(folder), PlanOptions(CAPACITY), folder / "plans")
 
 
+def every_row(dataset: Any, *, media: Any = None, **_: Any) -> Batches:
+    """The rows of a data set; with a media step they come in batches, here of one row."""
+    numbers = range(len(dataset))
+    if media is None:
+        return [dataset[number] for number in numbers]
+    rows = rows_of(dataset)
+    return [whole_batch(rows.__getitems__([number])) for number in numbers]
+
+
 def of_megatron(*names: str, **more: Any) -> Callable[..., Batches]:
     def batches(folder: Path, **options: Any) -> Batches:
         (dataset, *_) = build(config_of(([str(folder / name) for name in names], None), **more, **options))
-        return [dataset[index] for index in range(len(dataset))]
+        return every_row(dataset, **options)
 
     return batches
 
@@ -151,13 +160,13 @@ def loaded(folder: Path, **options: Any) -> Batches:
     sampler = PackedBatchSampler(rows, consumed_samples=0, **one_rank)  # type: ignore[arg-type]
     copies = list(BatchLoader(rows.assembler, rows.micro_batches(sampler), copy=True))
     members = [pickle.loads(pickle.dumps(each)) for each in dataset.datasets]
-    return [*copies, *(each[index] for each in members for index in range(len(each)))]
+    return [*copies, *(row for each in members for row in every_row(each, **options))]
 
 
 def in_validation_alone(folder: Path, **options: Any) -> Batches:
     blends = [([str(folder / "catalog" / "shard-000000")], None), ([str(folder / "a")], None), None]
     valid = build(config_of(None, blend_per_split=blends, **options))[1]
-    return [valid[index] for index in range(len(valid))]
+    return every_row(valid, **options)
 
 
 def arguments(folder: Path, **given: Any) -> Namespace:
@@ -169,7 +178,7 @@ def arguments(folder: Path, **given: Any) -> Namespace:
 
 def provided(folder: Path, **options: Any) -> Batches:
     train, *_ = train_valid_test_datasets_provider([None, 0, 0], args=arguments(folder), **options)
-    return [train[index] for index in range(len(train))]
+    return every_row(train, **options)
 
 
 def provided_by_arguments(folder: Path, **options: Any) -> Batches:
@@ -343,7 +352,9 @@ def test_batches_carry_the_media_of_their_sequences(way: str, folders: dict[str,
         assert found == [each[:-1] for each in expected]
         num_items += len(found)
     assert (num_items > 0) == ("pairs" not in way)
-    assert plain(batches) == plain(make(folders["text"]))
+    texts = make(folders["text"], media=keep_items)
+    assert not any(batch.pop("media") for batch in texts)
+    assert plain(batches) == plain(texts)
 
 
 def test_every_source_of_batches_has_a_way_here() -> None:

@@ -46,6 +46,7 @@ from megatron_sft_idx.training.media import (
     MediaBatch,
     MediaStep,
     check_media_options,
+    run_step,
     text_positions,
 )
 from megatron_sft_idx.training.sources import (
@@ -412,7 +413,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             arrays["loss_mask"][masked] = 0
         if self.media is None:
             return dict(out.tensors)
-        out.media = self.media(self._media_batch(segments, out.tensors))
+        out.media = run_step(self.media, self._media_batch(segments, out.tensors), out.tensors)
         return {**out.tensors, **out.media}
 
     def _media_batch(self, segments: Segments, tensors: Tensors) -> MediaBatch:

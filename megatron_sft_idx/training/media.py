@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,6 +101,19 @@ def check_media_options(media: Any, ignore_media: bool) -> None:
         raise FormatError("media and ignore_media exclude each other: batches carry images and audio, or they do not")
     if isinstance(media, type) or not callable(media) or hasattr(media, "from_pretrained"):
         raise FormatError(f"media: {brief(media)}, expected MediaInputs(FOLDER), keep_items or another media step")
+
+
+def run_step(step: MediaStep, batch: MediaBatch, taken: Iterable[str]) -> dict[str, Any]:
+    """Run a media step. FormatError: it does not return a dictionary, or replaces something that the batch has.
+
+    ``taken`` are the names that the batch has.
+    """
+    made = step(batch)
+    if not isinstance(made, dict):
+        raise FormatError(f"media: the step returned {brief(made)}, expected a dictionary")
+    if replaced := sorted(made.keys() & {*taken}):
+        raise FormatError(f"media: the step returned {replaced[0]!r}, which the batch has already; rename it")
+    return made
 
 
 def keep_items(batch: MediaBatch) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from megatron_sft_idx.training.media import (
     MediaBatch,
     MediaStep,
     check_media_options,
+    run_step,
     text_positions,
 )
 from megatron_sft_idx.training.sources import CARRIED_BY, blend_weights, require_text
@@ -268,7 +269,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         ids, positions = batch["input_ids"], batch.get("position_ids")
         if positions is None:
             positions = text_positions(ids.shape, rows, starts, lengths)
-        batch |= step(MediaBatch(ids, positions, rows, starts, lengths, items))
+        batch |= run_step(step, MediaBatch(ids, positions, rows, starts, lengths, items), batch)
         if (of_model := batch.pop("mrope_position_ids", None)) is not None:
             # Models take the first of four for the positions of the text, by which they find sequences in a row.
             is_padded = self.layout == "padded"
