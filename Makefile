@@ -20,10 +20,11 @@ venv: $(VENV)/installed  ## the package and everything its tests need, in .venv
 
 build: $(VENV)/built  ## venv, with the native extension built from the sources as they are now
 
-lint: $(VENV)/built  ## ruff and mypy
+lint: $(VENV)/built  ## ruff, mypy, and a list of words to avoid
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python tests/prose.py
 
 format: $(VENV)/built  ## let ruff rewrite the sources
 	@$(BIN)/ruff check --quiet --fix .

@@ -524,7 +524,7 @@ def _flash_attention(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Takes states [rows, heads, positions, width], and gives [rows, positions, heads, width], as transformers has it."""
+    """Take states [rows, heads, positions, width]; return [rows, positions, heads, width], as in transformers."""
     rows, heads, length, _width = query.shape
     heads_of_keys = key.shape[1]
     key, value = (states.repeat_interleave(heads // heads_of_keys, 1) for states in (key, value))
