@@ -72,8 +72,8 @@ test-cloud: $(VENV)/built  ## the checks against a real object store, which they
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,cloud]'
 	@$(BIN)/python -m pytest -m cloud
 
-# Transformer Engine is built for the torch and the CUDA that are there; what needs it is skipped where that fails.
-test-gpu: $(VENV)/built  ## what only a GPU can show, as a table: Transformer Engine, NCCL, transfers; without one, what it skips
+# Transformer Engine is built for the installed torch and CUDA. If that fails, the checks that need it are skipped.
+test-gpu: $(VENV)/built  ## the checks that need a GPU, as a table: Transformer Engine, NCCL, transfers; without one, the skipped checks
 	@if command -v nvidia-smi >/dev/null && ! $(BIN)/python -c 'import transformer_engine' 2>/dev/null; then \
 	$(PIP) install --no-build-isolation 'transformer-engine[pytorch]' || echo "Transformer Engine cannot be installed here"; fi
 	@$(BIN)/python -W ignore tests/gpu/checks.py
@@ -96,9 +96,9 @@ fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a
 	"make test replays the corpus anywhere"; exit 1; }
 	@$(BIN)/python tests/fuzz/driver.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
 
-# mosaicml-streaming would bring torchvision and the clients of five clouds, of which reading local files needs nothing;
-# what it does need is in the extra.
-bench: $(VENV)/built  ## the board, in under 20 minutes: everything beside its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
+# mosaicml-streaming would install torchvision and the clients of five clouds, and reading local files needs none of them.
+# The extra has its other dependencies.
+bench: $(VENV)/built  ## the board, in under 20 minutes: everything compared with its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
 	@$(PIP) install --constraint constraints.txt --no-deps mosaicml-streaming
 	@$(BIN)/python tools/bench/board.py $(if $(BENCHES),--only $(BENCHES))

@@ -1,6 +1,6 @@
 """The fenced blocks of README.md and docs/*.md, and a shell that they are pasted into from top to bottom.
 
-What a block is, the words after its fence say; GitHub shows the first of them and ignores the rest:
+The words after a fence give the kind of a block. GitHub uses the first word and ignores the rest:
 
 ====================  ================================================================================
 ``sh``                commands, pasted as they are; all have to succeed
@@ -31,7 +31,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 
 RUN = {"sh", "sh fails", "python"}
 _BRIDGE = "needs Megatron-Bridge: tests/test_bridge_recipe.py, in make test-megatron"
-# Blocks that are pasted by another test than those of all others, and why.
+# Kinds of blocks that another test pastes, and the reason.
 ELSEWHERE = {
     "sh install": "makes environments from the package index: make test-slow",
     "sh slow": "takes several training processes: make test-slow",
@@ -60,7 +60,7 @@ class Block:
 
 
 class Said(NamedTuple):
-    """What a pasted block printed."""
+    """The output of a pasted block."""
 
     out: str
     err: str
@@ -95,7 +95,7 @@ def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
 
 
 def clone(folder: Path) -> Path:
-    """What pasted commands meet of a clone, in ``folder``: its sources too, before which the package under test is."""
+    """Copy the parts of a clone that pasted commands need to ``folder``. The package under test comes before its sources."""
     ignored = shutil.ignore_patterns("bench", "__pycache__", "*.so")
     for name in ("tools", "megatron_sft_idx"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -112,7 +112,7 @@ def fast_environment(folder: Path) -> dict[str, str]:
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
             (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
-    # One thread: more of them wait for each other where tests run beside tests.
+    # One thread: more threads wait for each other if tests run in parallel.
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
@@ -174,7 +174,7 @@ def _in_one_shell(
 
 
 def complaint(shown: Block, said: Said) -> str | None:
-    """None where a block shows what was really printed, on the one or the other of the terminal's two streams.
+    """Return None if a block shows the real output of stdout or of stderr, otherwise a message.
 
     ``...`` on a line of its own stands for any lines, at the end of a line for the rest of it. Otherwise a line must
     be found as it is, after the one before; but seconds (``0.4 s``, and all of a line that begins with ``seconds``)

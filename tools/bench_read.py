@@ -2,7 +2,7 @@
 
     python tools/bench_read.py data/train
 
-What a disk and the memory are is in ``medium.py`` and the processes that read in ``read_worker.py``, next to it.
+``medium.py`` finds out about the disk and the memory, and ``read_worker.py`` has the processes that read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _LEAST_PACKS = 256  # the times of fewer packs vary too much
 _TRIAL_PACKS = 4096  # a small sample uses less of what the kernel reads ahead, so it would seem slower than a large one
 # A slow setting may take longer than its share of the time, but not by more than this.
 _PATIENCE = 2
-# What a training run is taken to read: its first epoch, and two more.
+# The assumed reading of a training run: its first epoch, and two more.
 _EPOCHS = 3
 # A setting must be faster than a simpler one by this factor to be recommended in its place.
 _MARGIN = 1.1
@@ -77,7 +77,7 @@ _COLUMNS = ("setting", "packs/s, cold", "MiB/s", "disk/asked", "packs/s, warm", 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and for how long.
+    """The settings to measure, and for how long.
 
     Attributes:
         order: order in which packs are read.
@@ -127,9 +127,9 @@ class Subject:
 
 @dataclass
 class SettingTimes:
-    """What was measured of one setting, one ``ReadTimes`` a round.
+    """The measurements of one setting, one ``ReadTimes`` per round.
 
-    ``refused`` says why the system does not read in this way; None where it does.
+    ``refused`` is the reason why the system does not read in this way, otherwise None.
     """
 
     setting: Setting
@@ -147,7 +147,7 @@ class SettingTimes:
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """What was measured of the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
+    """The measurements of the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
 
     subject: Subject
     options: BenchOptions
@@ -407,7 +407,7 @@ def _row(report: ReadingReport, one: SettingTimes) -> list[str]:
 
 
 def _heading(report: ReadingReport) -> Iterator[str]:
-    """What was read, where it lies, and whether it was read as a user would think."""
+    """Yield lines on the data that was read, its location, and any difference from the requested reading."""
     subject, options, sample = report.subject, report.options, report.sample
     medium, limit = subject.medium, options.limit
     ahead = "" if medium.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(medium.read_ahead_nbytes)}"

@@ -1,4 +1,4 @@
-"""Packed SFT data of one format to another: ``megatron-sft-idx convert``, for those who look for it in tools/."""
+"""Convert packed SFT data between formats: the same as ``megatron-sft-idx convert``."""
 
 import sys
 

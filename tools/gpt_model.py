@@ -123,7 +123,7 @@ def build_gpt(config: TransformerConfig, attention: str, vocab_size: int, length
 
 
 def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor]:
-    """What the model takes for a batch, and the loss mask in the shape of the losses it gives back."""
+    """Return the arguments of the model for a batch, and the loss mask in the shape of the returned losses."""
     laid = laid_out(batch, attention)
     length, device = laid["tokens"].shape[1], laid["tokens"].device
     inputs: dict[str, Any] = {
@@ -142,7 +142,7 @@ def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor
 
 
 def laid_out(batch: Tensors, attention: str, keys: Sequence[str] = _TOKENWISE) -> Tensors:
-    """What has a value a position, [rows, length] each, in the shape in which the model takes it and gives losses."""
+    """Reshape the tensors with one value per position, [rows, length] each, to the shape of the model and its losses."""
     _require_known(attention)
     if attention in ("thd", "te"):
         return {key: batch[key].reshape(1, -1) for key in keys}
@@ -226,8 +226,8 @@ class _CpuStream:
         return lambda *_, **__: None
 
 
-# What Megatron calls by itself: the device everywhere, streams where gradients are reduced (0.19 and later), the last
-# before it writes a checkpoint.
+# Functions that Megatron calls itself: the device everywhere, streams when it reduces gradients (0.19 and later), the last
+# one before it writes a checkpoint.
 _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
     "current_stream": lambda *_, **__: _CpuStream(),
@@ -269,7 +269,7 @@ def connect() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group(backend)
     else:
-        # A store in memory needs no free port: nobody else will join.
+        # A store in memory needs no free port: no other process will join.
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 

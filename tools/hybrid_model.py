@@ -35,7 +35,7 @@ class LocalStack(HybridStack):  # type: ignore[misc]
 def stack_spec(layer: ModuleSpec) -> ModuleSpec:
     """Attention and MLP layers for any machine: the halves of a layer of ``GPTModel`` without Transformer Engine."""
     whole = layer.submodules
-    # Names in checkpoints, which are then those of Transformer Engine's layers.
+    # Use the names of Transformer Engine's layers in checkpoints.
     names = whole.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm,

@@ -1,4 +1,4 @@
-"""What a shard holds: ``megatron-sft-idx inspect``, for those who look for it in tools/."""
+"""Show the content of a shard: the same as ``megatron-sft-idx inspect``."""
 
 import sys
 

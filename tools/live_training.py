@@ -29,7 +29,7 @@ from megatron_sft_idx.training import Tensors, parallel_multiple
 logger = get_logger("megatron_sft_idx.live")
 
 LIVE = "live:"
-# Options that only chunks have: whoever gives one says what is in the folder, or will be.
+# Options that only chunks have: one of them implies that the folder has chunks, or will have them.
 _OF_CHUNKS = ("tokenizer_model", "samples_per_chunk", "num_chunks", "end_after")
 
 
@@ -77,7 +77,7 @@ def check_live_options(args: argparse.Namespace) -> None:
     """FormatError where live data and other options do not go together, or a number is too small.
 
     Args:
-        args: Megatron's, those of ``add_live_options``, and what else the script has.
+        args: Megatron's arguments, the options of ``add_live_options``, and other options of the script.
     """
     name = " ".join(args.data_path)
     if len(args.data_path) > 1:
@@ -111,7 +111,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     """The live data of this process's data-parallel rank; a context manager.
 
     Args:
-        args: Megatron's, and those of ``add_live_options``.
+        args: Megatron's arguments and the options of ``add_live_options``.
         encoding: how the lines of chunks become sequences, where they are raw chats.
 
     Raises:
@@ -177,7 +177,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
 
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
-    """FormatError where a run that saves would begin anew behind another one that has acknowledged something."""
+    """Raise FormatError if a run that saves would start over although an earlier run has acknowledged shards."""
     goes_on = args.load is not None and not getattr(args, "finetune", False)
     if args.save is None or goes_on or args.fresh:
         return
@@ -267,7 +267,7 @@ class LiveData(Iterator[Tensors]):
         return bool(flag)
 
     def deal_anew(self) -> None:
-        """Deal the packs that no rank has trained on out anew; all ranks must call this together right after a commit.
+        """Redistribute the packs that no rank has trained on. All ranks must call this together, right after a commit.
 
         A rank whose shards have more packs falls behind the others, and the producer waits for the shards that this
         rank has not completed. Every pack still comes exactly once.
@@ -282,7 +282,7 @@ class LiveData(Iterator[Tensors]):
         logger.info("%s: what is left is dealt out anew", self._shards.folder)
 
     def load_states(self, states: Any) -> None:
-        """Go on from the states in a checkpoint, made by a job with any number of ranks.
+        """Resume from the states in a checkpoint, made by a job with any number of ranks.
 
         Raises:
             FormatError: the checkpoint has no such states, as one of a job on finished data.

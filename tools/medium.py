@@ -1,4 +1,4 @@
-"""What decides how fast a file can be read: the medium it lies on, and the memory there is to keep its pages."""
+"""The limits of read speed: the medium of a file, and the memory available for its pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NETWORK = {
 
 @dataclass(frozen=True)
 class Medium:
-    """What a file is stored on.
+    """The medium that a file is stored on.
 
     Attributes:
         filesystem: type of the file system, such as ``ext4``.
@@ -42,7 +42,7 @@ class Medium:
 
 
 def medium_kind(filesystem: str) -> MediumKind:
-    """Where a file system of this type keeps its bytes."""
+    """Return the kind of medium of a file system type."""
     if filesystem in _MEMORY:
         return "memory"
     return "network" if filesystem in _NETWORK or filesystem.startswith("fuse") else "disk"
@@ -59,7 +59,7 @@ def medium_of(path: str) -> Medium:
 
 
 class Mount(NamedTuple):
-    """Where a file system is mounted, its type, and its device or server."""
+    """The mount point of a file system, its type, and its device or server."""
 
     folder: str
     filesystem: str
@@ -98,7 +98,7 @@ def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def available_nbytes() -> int:
-    """What the page cache may take: available memory, or the least limit of this process's control groups."""
+    """Return the memory that the page cache can use: available memory, or the lowest limit of our control groups."""
     with open("/proc/meminfo") as file:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     group = _limit_of_group()
@@ -164,7 +164,7 @@ def _make_group(nbytes: int) -> Path:
     limit = _limit_of_group()
     if limit is not None:
         own = limit.parent
-        # In version 2 a group that has processes has no limited groups below it, but may have them beside it.
+        # In version 2, a group with processes has no limited groups below it, but can have limited siblings.
         for parent in (own, own.parent) if limit.name == _LIMIT_2 else (own,):
             folder = parent / f"megatron-sft-idx-{os.getpid()}"
             try:

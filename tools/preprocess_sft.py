@@ -1,4 +1,4 @@
-"""Chats to a packed shard: ``megatron-sft-idx preprocess``, for those who look for it in tools/."""
+"""Turn chats into a packed shard: the same as ``megatron-sft-idx preprocess``."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Train a language model on packed SFT data with megatron.core alone: a script to read, and to start from.
 
 Next to it, ``hybrid_model.py`` makes the model, a ``HybridModel``, or ``gpt_model.py`` a ``GPTModel`` where
-megatron.core is older than 0.18 and has no other. What live data needs is in ``live_training.py``.
+megatron.core is older than 0.18 and has no other. ``live_training.py`` adds live data.
 
 On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
 
@@ -12,9 +12,9 @@ or while the data is still being made, from a catalog or a folder of JSONL chunk
 
     python tools/pretrain_sft.py --data-path live:data/catalog --seq-length 4096 --train-iters 20000
 
-Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes, and
-the same command goes on from what it saved. Ends with 0; with 1 and a line that says what went wrong; with 2 where an
-option is wrong.
+Options have the names and meanings of Megatron-LM. The same command continues from its latest checkpoint, also with
+another number of processes. The exit code is 0; 1 after an error, with one line that describes it; 2 for a wrong
+option.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ if HYBRID:
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Tensors], None]
 _LATEST = "latest_checkpointed_iteration.txt"
-# What dist_checkpointing writes last: a checkpoint that has it is whole.
+# dist_checkpointing writes this file last: a checkpoint that has it is complete.
 _WRITTEN_LAST = "metadata.json"
 # The folder in --save where a checkpoint lies until it is whole.
 _UNFINISHED = "unfinished"
-# What the collectives of gloo and NCCL say where another process has ended.
+# Error texts of gloo's and NCCL's collectives after another process has ended.
 _LEFT_ALONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "communicator was aborted")
 
 
@@ -207,7 +207,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if is_live(args) and args.loss_by_source:
         parser.error("--loss-by-source: live data does not say which files it will come from; leave it out")
-    if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
+    if args.save and find_spec("psutil") is None:  # megatron.core would hang when it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     if args.hidden_size % args.num_attention_heads:
         parser.error(f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads")
@@ -220,10 +220,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse folders of checkpoints that will not do; from here on ``--load`` is the one to continue, if any.
+    """Reject unusable folders of checkpoints, and set ``--load`` to the folder to continue from, if any.
 
-    Of ``--save`` and ``--load`` that is the one with the later checkpoint, ``--save`` where they are equal. Where it is
-    ``--load`` no whole checkpoint in ``--save`` may have a number that is still to come.
+    This is the folder with the later checkpoint, ``--save`` or ``--load``, and ``--save`` if they are equal. If it is
+    ``--load``, no complete checkpoint in ``--save`` can have a step that the run has yet to reach.
     """
     try:
         loaded = latest_step(args.load) if args.load else None
@@ -264,17 +264,17 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The steps behind each whole checkpoint in a folder, in order."""
+    """Return the steps of all complete checkpoints in a folder, in order."""
     found = [path.parent.name for path in folder.glob(f"iter_*/{_WRITTEN_LAST}")]
     return sorted(int(name.removeprefix("iter_")) for name in found if name.removeprefix("iter_").isdecimal())
 
 
 def latest_step(folder: Path) -> int | None:
-    """Steps behind the latest checkpoint in a folder; None where there is none.
+    """Return the step of the latest checkpoint in a folder, or None if there is none.
 
-    Where the file is missing that names the latest one, it is the newest that is whole.
+    If the file with the latest step is missing, this is the newest complete checkpoint.
 
-    FormatError: nobody can tell, or there are checkpoints and none of them is whole.
+    FormatError: the step cannot be determined, or there are checkpoints and none is complete.
     """
     path = folder / _LATEST
     try:
@@ -338,12 +338,12 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
 def loss_function(
     loss_mask: Tensor, files: Tensor | None, count: int, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The summed loss, what it is divided by once all micro-batches and ranks are summed, and both to report.
+    """Return the summed loss, its divisor once all micro-batches and ranks are summed, and both to report.
 
-    With the files of the positions, of which there are ``count``, both of each file are reported besides.
+    With ``files``, the file of each position out of ``count`` files, both are also reported for each file.
 
-    As Megatron-LM counts: the weights of a micro-batch, summed and cut to a whole number; of a mask of 0 and 1 that is
-    the number of trained tokens.
+    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of 0 and 1
+    this is the number of trained tokens.
     """
     loss = (losses.float() * loss_mask).sum()
     trained = loss_mask.float().sum().int()
@@ -413,7 +413,7 @@ def run_step(
 def checkpoint_state(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, *, loading: bool = False
 ) -> dict[str, Any]:
-    """What a checkpoint holds, as shards that any number of processes can write and read."""
+    """Return the content of a checkpoint, as shards that any number of processes can write and read."""
     weights = model.module.sharded_state_dict()
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
@@ -460,7 +460,7 @@ class Begun(NamedTuple):
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """The latest of the checkpoints in a folder, of which there is one at least. FormatError: it is missing."""
+    """Return the latest checkpoint of a folder that has at least one. FormatError: it is missing."""
     latest = folder / f"iter_{latest_step(folder) or 0:07d}"
     if not latest.is_dir():
         raise FormatError(f"{latest}: missing, and {_LATEST} names it; put it back, or write the number of another one")
@@ -468,7 +468,7 @@ def latest_checkpoint(folder: Path) -> Path:
 
 
 def begun(args: argparse.Namespace) -> Begun:
-    """The checkpoint of the run that goes on. Weights alone are nobody's run (``--finetune``)."""
+    """Return the checkpoint of the run to continue; none with ``--finetune``, which loads only weights."""
     if args.load is None or args.finetune:
         return Begun()
     source = latest_checkpoint(args.load)
@@ -477,13 +477,13 @@ def begun(args: argparse.Namespace) -> Begun:
 
 
 def sources_of(dataset: Any) -> list[StoredPacks | PlannedPacks | PretrainingPacks]:
-    """Where the packs of a data set, or of each member of a blend, come from; of live data, or none, nothing."""
+    """Return the pack source of a data set, or of each member of a blend; an empty list for live data or no data."""
     members = getattr(dataset, "datasets", [dataset])
     return [member.source for member in members if isinstance(member, PackedSFTDataset)]
 
 
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
-    """What the batches of finished data and their order follow from: options, and the shards by their ids."""
+    """Return the options and shard ids that determine the batches of finished data and their order."""
     paths, weights = get_blend_from_list(args.data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
     shards = [(source.content, share) for source, share in zip(sources_of(dataset), shares, strict=True)]
@@ -583,7 +583,7 @@ def load_checkpoint(
 
 
 class Log:
-    """One line a step, from the first process: to the terminal, and as JSON where asked for."""
+    """Logs one line per step from the first process: to the terminal, and as JSON if requested."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.speaks = torch.distributed.get_rank() == 0
@@ -726,7 +726,7 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
     args.vocab_size = vocabulary_of(training, args.vocab_size)
     for dataset in (training, validation):
         for source in sources_of(dataset):
-            if isinstance(source, PretrainingPacks):  # of which no header says how many tokens the tokenizer has
+            if isinstance(source, PretrainingPacks):  # these have no header with the size of the vocabulary
                 source.vocab_size = args.vocab_size
     seed_everything(args.seed)
     model = build_model(args)
@@ -749,10 +749,10 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What goes wrong with data, options and files is a line on standard error, and the process ends with 1.
+    """Print errors of data, options and files as one line on standard error, and exit with 1.
 
-    Of several processes that meet the same, one says so, and one that was left alone says nothing where another has
-    said why. A bug keeps its traceback.
+    If several processes meet the same error, one prints it. A process that only lost its peers prints nothing if another
+    process has printed the reason. A bug keeps its traceback.
     """
     left_alone = False
     try:
@@ -777,7 +777,7 @@ def one_line_errors() -> Iterator[None]:
 def end_with_launcher() -> None:
     """Have this process end within seconds after ``torchrun``, if that started it, was killed.
 
-    Nobody else would end it: ranks whose launcher is gone train on, and keep their devices.
+    Otherwise ranks whose launcher is gone would continue to train and keep their devices.
     """
     if not torch.distributed.is_torchelastic_launched():
         return
@@ -787,7 +787,7 @@ def end_with_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(1)
-        # By a thread of its own, as a pipe that nobody reads may be full.
+        # In its own thread, because a pipe without a reader can be full.
         speaker = threading.Thread(target=log_line, args=(words,), daemon=True)
         speaker.start()
         speaker.join(2)
@@ -801,7 +801,7 @@ def end_with_launcher() -> None:
 def main() -> None:
     end_with_launcher()
     with standard_streams():  # a closed pipe or a full disk behind them ends no training
-        # What libraries write has line ends in it; lines of this script are escaped where they are made.
+        # Output of libraries contains line ends; lines of this script are escaped when they are made.
         sys.stdout, sys.stderr = unescaped(sys.stdout), unescaped(sys.stderr)
         args = parse_arguments()
         logging.basicConfig(format="%(message)s")

@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-# How many packs are announced at once, those of a few batches: while packs 0 to 31 are read, 32 to 63 are announced.
+# How many packs are announced at once, a few batches: while packs 0 to 31 are read, 32 to 63 are announced.
 AHEAD = 32
 
 Order = Literal["shuffled", "sequential"]
@@ -204,7 +204,7 @@ def _disk_nbytes() -> int:
 
 
 def _answer(request: ReadRequest, open_reader: Opener, connection: Connection) -> None:
-    """What the measured process does: send the ``ReadTimes`` of a request, or the error."""
+    """Run in the measured process: send the ``ReadTimes`` of a request, or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
     logging.disable(logging.WARNING)  # else each round would warn if huge pages are refused
     answer: ReadTimes | FormatError | OSError

@@ -1,4 +1,4 @@
-"""A damaged shard to a whole one: ``megatron-sft-idx rebuild``, for those who look for it in tools/."""
+"""Repair a damaged shard: the same as ``megatron-sft-idx rebuild``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A dataset of thousands of shards beside one shard of the same size, under tight limits of files and maps.
+"""A dataset of thousands of shards compared with one shard of the same size, under tight limits of files and maps.
 
     python tools/bench/many_shards.py [--full]
 
@@ -82,10 +82,10 @@ class Watch:
 
 
 class Found(NamedTuple):
-    """What the process under the limits found."""
+    """The measurements of the process under the limits."""
 
     opening: list[list[float]]  # seconds of every round, for each of ``OPENINGS``
-    pickled: int  # bytes beside the paths
+    pickled: int  # bytes without the paths
     # Microseconds of every round, for each of ``ACCESSES`` a list with each of ``SIDES``.
     access: list[list[list[float]]]
     rss: list[int]  # bytes that each side holds

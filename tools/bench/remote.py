@@ -1,12 +1,12 @@
-"""Shuffled batches from an object store: Megatron's two stock ways beside ours.
+"""Shuffled batches from an object store: Megatron's two stock ways compared with ours.
 
     python tools/bench/remote.py [--full]
 
 The stores run on this machine: OpenStack Swift with s3api (see tests/cloud/swift_server.py; where it cannot be started
 nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is added by a
 proxy, which also counts. Each way runs in a process of its own for some seconds, in turns. Training needs tokens and
-masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx beside the mask, or the
-tokens alone, which a run that masks nothing could do.
+masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx next to the mask, or only
+the tokens, which is enough for a run without masks.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure(way: Way, packs: int, seconds: float, environment: dict[str, str], c
 
 
 class Run(NamedTuple):
-    """What one way did in one round: samples a second, requests a batch, bytes fetched over used, peak memory."""
+    """One way in one round: samples per second, requests per batch, bytes fetched over bytes used, peak memory."""
 
     rate: float
     requests: float
@@ -248,7 +248,7 @@ def row(runs: list[Run]) -> list[str]:
 
 
 def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -> None:
-    """Our way by s3:// beside the better stock way, with masks and without."""
+    """Report our way by s3:// compared with the faster stock way, with and without masks."""
     rates = {way: [run.rate for run in runs] for way, runs in found.items()}
     for masks, read in ((True, "tokens and masks"), (False, "tokens alone")):
         stock = [way for way in WAYS if way.masks == masks and not way.kind.startswith("ours")]

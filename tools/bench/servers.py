@@ -1,8 +1,8 @@
-"""What stands between a reader of objects and a disk: a server of ranges, and a link that takes its time.
+"""The parts between a reader of objects and a disk: a server of byte ranges, and a link with latency.
 
 OpenStack Swift on the machine that also trains takes some 10 ms of processor time a request, so with it a bench of many
 requests measures Swift. ``range_server`` is the least that S3 clients read from, HEAD and ranges of files in a folder
-for whoever asks, and takes well under one: it shows what the readers themselves can do. ``slow_link`` is a TCP proxy
+without authentication, and takes well under one: it shows the speed of the readers themselves. ``slow_link`` is a TCP proxy
 that holds every request back, and counts requests and bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Chats to ids and masks, beside transformers: ``python tools/bench/tokenising.py``.
+"""Chats to ids and masks, compared with transformers: ``python tools/bench/tokenising.py``.
 
 Every contestant runs in a process of its own, warms up on some chats and is timed on others; rounds take
 turns, and the table holds medians. All of them must give the same ids and masks, which is checked. Chats and

@@ -1,4 +1,4 @@
-"""``verify --full`` beside plain checksumming of the same bytes with the xxhash package.
+"""``verify --full`` compared with plain checksumming of the same bytes with the xxhash package.
 
     python tools/bench/verify.py [--full]
 
@@ -30,7 +30,7 @@ from megatron_sft_idx.layout import ShardPaths
 
 @dataclass(frozen=True)
 class Kind:
-    """What a shard holds: packs of equal length, made of sequences of equal length."""
+    """The content of a shard: packs of equal length, made of sequences of equal length."""
 
     key: str
     name: str

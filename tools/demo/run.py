@@ -1,4 +1,4 @@
-"""What ``make demo`` shows: bundled chats become a packed shard, which is read back, checked and printed."""
+"""The demo of ``make demo``: bundled chats become a packed shard, which is read back, checked and printed."""
 
 from __future__ import annotations
 
