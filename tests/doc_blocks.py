@@ -95,7 +95,7 @@ def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
 
 
 def clone(folder: Path) -> Path:
-    """Copy the parts of a clone that pasted commands need to ``folder``. The package under test comes before its sources."""
+    """Copy the parts of a clone that pasted commands need. The package under test takes precedence over its sources."""
     ignored = shutil.ignore_patterns("bench", "__pycache__", "*.so")
     for name in ("tools", "megatron_sft_idx"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)

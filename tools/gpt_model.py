@@ -142,7 +142,7 @@ def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor
 
 
 def laid_out(batch: Tensors, attention: str, keys: Sequence[str] = _TOKENWISE) -> Tensors:
-    """Reshape the tensors with one value per position, [rows, length] each, to the shape of the model and its losses."""
+    """Reshape tensors with one value per position, [rows, length] each, to the shape of the model and its losses."""
     _require_known(attention)
     if attention in ("thd", "te"):
         return {key: batch[key].reshape(1, -1) for key in keys}
@@ -226,8 +226,8 @@ class _CpuStream:
         return lambda *_, **__: None
 
 
-# Functions that Megatron calls itself: the device everywhere, streams when it reduces gradients (0.19 and later), the last
-# one before it writes a checkpoint.
+# Functions that Megatron calls itself: the device everywhere, streams when it reduces gradients (0.19 and later), the
+# last one before it writes a checkpoint.
 _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
     "current_stream": lambda *_, **__: _CpuStream(),

@@ -342,8 +342,8 @@ def loss_function(
 
     With ``files``, the file of each position out of ``count`` files, both are also reported for each file.
 
-    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of 0 and 1
-    this is the number of trained tokens.
+    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of 0 and
+    1 this is the number of trained tokens.
     """
     loss = (losses.float() * loss_mask).sum()
     trained = loss_mask.float().sum().int()
@@ -751,8 +751,8 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
 def one_line_errors() -> Iterator[None]:
     """Print errors of data, options and files as one line on standard error, and exit with 1.
 
-    If several processes meet the same error, one prints it. A process that only lost its peers prints nothing if another
-    process has printed the reason. A bug keeps its traceback.
+    If several processes meet the same error, one prints it. A process that only lost its peers prints nothing if
+    another process has printed the reason. A bug keeps its traceback.
     """
     left_alone = False
     try:

@@ -5,9 +5,10 @@
     python tools/bench/board.py --full                 # larger, and more rounds; hours
     python tools/bench/board.py --readme               # runs nothing: writes the page and README's blocks
 
-Each bench runs in a process of its own and leaves results/NAME.md and NAME.json; ``report.py`` describes how to add a bench.
-A bench that lacks something on this machine, such as an object store, is noted as not run. If one fails, the others
-still run, and the exit status is 1. Writes tools/bench/RESULTS.md, plots in tools/bench/results, and README's blocks (``quotes.py``).
+Each bench runs in its own process and writes results/NAME.md and NAME.json; ``report.py`` describes how to add one. A
+bench that lacks something on this machine, such as an object store, is noted as not run. If one fails, the others still
+run, and the exit status is 1. Writes tools/bench/RESULTS.md, plots in tools/bench/results, and README's blocks
+(``quotes.py``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 OpenStack Swift on the machine that also trains takes some 10 ms of processor time a request, so with it a bench of many
 requests measures Swift. ``range_server`` is the least that S3 clients read from, HEAD and ranges of files in a folder
-without authentication, and takes well under one: it shows the speed of the readers themselves. ``slow_link`` is a TCP proxy
-that holds every request back, and counts requests and bytes.
+without authentication, and takes well under one: it shows the speed of the readers themselves. ``slow_link`` is a TCP
+proxy that holds every request back, and counts requests and bytes.
 """
 
 from __future__ import annotations
