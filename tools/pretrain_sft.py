@@ -342,8 +342,8 @@ def loss_function(
 
     With ``files``, the file of each position out of ``count`` files, both are also reported for each file.
 
-    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of 0 and
-    1 this is the number of trained tokens.
+    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of
+    zeros and ones this is the number of trained tokens.
     """
     loss = (losses.float() * loss_mask).sum()
     trained = loss_mask.float().sum().int()
