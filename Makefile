@@ -31,7 +31,7 @@ format: $(VENV)/built  ## let ruff rewrite the sources
 	@$(BIN)/ruff format .
 
 # Two processes, each with whole files, because modules share what is slow to make. More would not fit where memory
-# is small: some tests start processes of their own, and most of those import torch. One thread of torch's in each, as
+# is small: some tests start separate processes, and most of those import torch. One thread of torch's in each, as
 # both cores are taken; and files in their own order, since those with few tests, which go last else, are among the longest.
 test: $(VENV)/built  ## the test suite; what it skips it names at the end
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -67,7 +67,7 @@ test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's 
 	@mkdir -p build/screenshots
 	@SFT_IDX_BROWSER=1 $(BIN)/python -m pytest -m browser tests/browser
 
-# OpenStack Swift gets an environment of its own, .venv-swift, once.
+# OpenStack Swift gets a separate environment, .venv-swift, once.
 test-cloud: $(VENV)/built  ## the checks against a real object store, which they start on this machine
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,cloud]'
 	@$(BIN)/python -m pytest -m cloud
@@ -89,7 +89,7 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
 
-# atheris has wheels for Linux on x86-64 alone; elsewhere pip would look for a clang with libFuzzer to build it.
+# atheris has wheels for Linux on x86-64 only; elsewhere pip would look for a clang with libFuzzer to build it.
 fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a target; FUZZ_TARGETS="building rows" for some
 	@$(PIP) install --constraint constraints.txt --only-binary atheris --no-build-isolation --editable '.[fuzz]' || \
 	{ echo "make fuzz needs atheris, which has wheels for Linux on x86-64 and Python 3.10 to 3.12 only;" \

@@ -6,7 +6,7 @@ The words after a fence give the kind of a block. GitHub uses the first word and
 ``sh``                commands, pasted as they are; all have to succeed
 ``sh fails``          a command that has to fail
 ``sh WORD``           commands that need more than this package, a key of ``ELSEWHERE``; so for ``python WORD``
-``python``            a program of its own, run in the same folder
+``python``            a separate program, run in the same folder
 ``text``              what the block before prints, see ``complaint``
 ``KIND of its own``   a key of what the caller can check otherwise
 ====================  ================================================================================
@@ -176,7 +176,7 @@ def _in_one_shell(
 def complaint(shown: Block, said: Said) -> str | None:
     """Return None if a block shows the real output of stdout or of stderr, otherwise a message.
 
-    ``...`` on a line of its own stands for any lines, at the end of a line for the rest of it. Otherwise a line must
+    ``...`` as a whole line stands for any lines, at the end of a line for the rest of it. Otherwise a line must
     be found as it is, after the one before; but seconds (``0.4 s``, and all of a line that begins with ``seconds``)
     may be any, and figures of four decimals, such as losses, need only agree to one per cent.
     """

@@ -43,7 +43,7 @@ TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
     *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
 }
-# A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
+# File names are unique, so that a name in a traceback identifies the file. These names are allowed in several folders.
 SHARED_NAMES = {"local": {"storage", "tokenize"}}
 # Classes and public functions have unique names too, except for these names that every format has.
 ASKED_FOR = {"Reader", "Writer", "recognise"}
@@ -163,11 +163,11 @@ def is_verb(module: str, source: str) -> bool:
 
 
 def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str, set[str]]) -> list[str]:
-    """File names of the package, from ``modules``, that tell of more than one place.
+    """Find file names of the package, from ``modules``, that occur in several folders.
 
     Args:
         named: dotted name, whether it is a package, and source of each module.
-        shared: the names that may, and the folders that they may stand in.
+        shared: the names that are allowed in several folders, and these folders.
     """
     folders: dict[str, set[str]] = {}
     for module, is_package, source in named:

@@ -29,7 +29,7 @@ CODE = "\x01"
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", re.DOTALL)
 LINK_TARGET = re.compile(r"(?<=\])\([^)\s]*\)")
-TAG = re.compile(r"<!--.*?-->|<[a-zA-Z/][^>\n]*>", re.DOTALL)
+TAG = re.compile(r"<!--.*?-->|<[a-zA-Z/][^>\n]*>|\{\{[^}\n]*\}\}", re.DOTALL)  # and the fields of a template
 DOCTEST = re.compile(r"^ *>>> .*?(?=\n\s*\n|\Z)", re.DOTALL | re.MULTILINE)
 # Strings and comments; a docstring is a long string at the start of a module or after a colon.
 PYTHON = re.compile(

@@ -1,4 +1,4 @@
-"""The rules of the house hold, and the code that checks them can tell when they do not."""
+"""The sources follow the rules of ``house.py``, and the checks find violations."""
 
 from __future__ import annotations
 

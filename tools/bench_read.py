@@ -215,7 +215,7 @@ def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = 
 def bench_read(
     prefix: str, options: BenchOptions | None = None, *, on_progress: Advance = lambda done: None
 ) -> ReadingReport:
-    """Measure every setting on one shard, each time in a process of its own.
+    """Measure every setting on one shard, each time in a separate process.
 
     Args:
         prefix: of a local shard.

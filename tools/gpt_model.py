@@ -1,7 +1,7 @@
 """Megatron-core models of packed rows, on any machine: ways to attend, and what stands in for CUDA where there is none.
 
 ``thd`` hands the boundaries to the attention (``PackedSeqParams``), ``mask`` forbids what crosses them, ``unpacked``
-gives every sequence a row of its own. All see the same tokens, and all must learn the same. ``te`` is ``thd`` with the
+gives every sequence its own row. All see the same tokens, and all must learn the same. ``te`` is ``thd`` with the
 kernels of Transformer Engine, which need a GPU.
 
 megatron-core 0.16 names the device ``cuda`` in its optimizer, its schedules and its gradient buffers, checks gradients
@@ -179,7 +179,7 @@ def block_mask(batch: Tensors) -> Tensor:
 
 
 def _unpacked(batch: Tensors, keys: Sequence[str]) -> Tensors:
-    """Every segment as a row of its own, filled up at the end, where causal attention never looks from before."""
+    """Return every segment as its own row, padded at the end, where causal attention never looks."""
     spans = [
         (row, start, stop)
         for row, bounds in enumerate(batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist())
@@ -261,7 +261,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def connect() -> None:
-    """Join the process group that ``torchrun`` describes, or form one of this process alone."""
+    """Join the process group that ``torchrun`` describes, or form one with only this process."""
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     if torch.distributed.is_torchelastic_launched():

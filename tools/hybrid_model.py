@@ -23,7 +23,7 @@ BLOCK = "*-"
 
 
 class LocalStack(HybridStack):  # type: ignore[misc]
-    """The layers with torch's norm behind them: Megatron's own class takes Transformer Engine's, which needs a GPU."""
+    """The layers followed by torch's norm: Megatron's own class takes Transformer Engine's, which needs a GPU."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **named: Any) -> None:
         super().__init__(config, *args, **named, post_layer_norm=False)

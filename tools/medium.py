@@ -49,7 +49,7 @@ def medium_kind(filesystem: str) -> MediumKind:
 
 
 def medium_of(path: str) -> Medium:
-    """The medium that a file lies on."""
+    """Return the medium that stores a file."""
     mount, device, ahead = mount_of(path), os.stat(path).st_dev, None
     # A container without sysfs does not have this file, nor does a file system without a disk.
     with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
-    """The mount that a path lies on: the one whose folder is nearest above it; of several on one folder the last."""
+    """Return the mount of a path: the nearest mounted folder above it, and the last mount on that folder."""
     real = os.path.realpath(path)
     found = Mount("", "", "")
     with open(table, encoding="utf-8", errors="surrogateescape") as file:

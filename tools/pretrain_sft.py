@@ -1,4 +1,4 @@
-"""Train a language model on packed SFT data with megatron.core alone: a script to read, and to start from.
+"""Train a language model on packed SFT data with only megatron.core: a script to read, and to start from.
 
 Next to it, ``hybrid_model.py`` makes the model, a ``HybridModel``, or ``gpt_model.py`` a ``GPTModel`` where
 megatron.core is older than 0.18 and has no other. ``live_training.py`` adds live data.
@@ -448,8 +448,8 @@ class Begun(NamedTuple):
 
     Attributes:
         source: its folder.
-        steps: the steps behind it.
-        samples: the samples behind it, whose batch size may have been another.
+        steps: the steps before it.
+        samples: the samples before it; the batch size can have been different.
         data: what ``data_record`` said of its run; None where the checkpoint does not say, as after live data.
     """
 
@@ -558,7 +558,7 @@ def use_names_of(source: str, args: argparse.Namespace, state: dict[str, Any]) -
 def load_checkpoint(
     args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
-    """Take the checkpoint that is continued, or the weights, if there are any; the number of steps behind it."""
+    """Take the checkpoint that is continued, or the weights, if there are any. Return the number of steps before it."""
     if args.finetune:
         weights = latest_checkpoint(args.load)
         state = {"model": model.module.sharded_state_dict()}
@@ -627,7 +627,7 @@ def train(
         step: steps already taken.
         observe: is shown every micro-batch before it is used.
         live: the batches' source, where it is live.
-        sources: names of the input files whose losses are told.
+        sources: names of the input files whose losses are reported.
     """
     log, losses, saved = Log(args), [], step
     model.train()
@@ -800,7 +800,7 @@ def end_with_launcher() -> None:
 
 def main() -> None:
     end_with_launcher()
-    with standard_streams():  # a closed pipe or a full disk behind them ends no training
+    with standard_streams():  # a closed pipe or a full disk does not end training
         # Output of libraries contains line ends; lines of this script are escaped when they are made.
         sys.stdout, sys.stderr = unescaped(sys.stdout), unescaped(sys.stderr)
         args = parse_arguments()

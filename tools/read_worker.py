@@ -1,6 +1,6 @@
 """The process whose reading is measured: it reads two epochs of a shard by one setting, and ends.
 
-Each measurement has a process of its own, so that no map or cache that an earlier one left makes it faster or slower.
+Each measurement has its own process, so that no map or cache that an earlier one left makes it faster or slower.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Order = Literal["shuffled", "sequential"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A way of reading: options of ``Shard``, and whether the shard is told which packs are read next.
+    """A way of reading: options of ``Shard``, and whether the next packs are announced to the shard.
 
     Attributes:
         backend: how bytes are read.
-        advice: what the kernel is told of the order.
+        advice: the access pattern announced to the kernel.
         schedule: whether ``Shard.schedule`` is called.
         huge_pages: whether the kernel is asked to map by huge pages.
     """
@@ -177,7 +177,7 @@ def read_epoch(reader: Any, packs: NDArray[np.int64], *, scheduled: bool, max_se
     Args:
         reader: what an ``Opener`` returned.
         packs: int64 [packs], not empty.
-        scheduled: whether ``reader.schedule`` is told of the next ``AHEAD`` packs before the current ones are read.
+        scheduled: whether ``reader.schedule`` gets the next ``AHEAD`` packs before the current ones are read.
         max_seconds: seconds after which no further pack is begun.
     """
     nbytes = count = 0

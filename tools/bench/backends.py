@@ -4,7 +4,7 @@
 
 Writes tools/bench/results/backends.md. Repeats the measurements of ``tools/bench_read.py`` on two file systems and
 under a control group with a quarter of the data's size, next to ``np.memmap`` and Megatron's own reader.
-Every measurement has a process of its own; ways take turns, and figures are medians of rounds with their range. Before
+Every measurement has its own process; ways take turns, and figures are medians of rounds with their range. Before
 each first epoch the page cache is dropped, which the bytes read from the disk show. Epochs end after a time, so that
 slow ways do not hold up the bench: rates are of the packs that were read. The limit needs a control group: root, or a
 container that may make one; where none may be made, the report says so.

@@ -49,7 +49,7 @@ class Store(NamedTuple):
     """One way to keep packs."""
 
     name: str  # in the table
-    files: list[Path]  # what lies on disk
+    files: list[Path]  # on disk
     # Makes the dataset: ``ds[i]`` is a row, ``ds.__getitems__(list)`` several rows.
     open: Callable[[], Dataset[Any]]
 

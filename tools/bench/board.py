@@ -1,7 +1,7 @@
 """The board: every bench in turn, one page of results, plots, and the figures that README quotes.
 
     python tools/bench/board.py                        # what make bench does; under 20 minutes on two cores
-    python tools/bench/board.py --only shard batches   # these alone; the others keep what they found before
+    python tools/bench/board.py --only shard batches   # only these; the others keep their earlier results
     python tools/bench/board.py --full                 # larger, and more rounds; hours
     python tools/bench/board.py --readme               # runs nothing: writes the page and README's blocks
 
@@ -176,7 +176,7 @@ def sections(found: list[Result]) -> Iterator[str]:
 
 
 def page(found: list[Result]) -> str:
-    """RESULTS.md, from what lies in ``results`` alone."""
+    """Return RESULTS.md, made only from the files in ``results``."""
     about = json.loads((RESULTS / "board.json").read_text())
     ran = "every bench" if len(about["benches"]) == len(BENCHES) else ", ".join(about["benches"])
     lines = [

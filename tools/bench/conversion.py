@@ -68,7 +68,7 @@ class Run:
     heap: int  # peak
 
 
-# ---- one conversion, in a process of its own ----
+# ---- one conversion, in a separate process ----
 
 
 def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions) -> None:

@@ -104,7 +104,7 @@ def measure(number: int, folder: str, warm: str, seed: int) -> Figures:
 
 
 def cold(number: int, folder: str, warm: str, seed: int) -> tuple[float, float]:
-    """Microseconds and KiB from disk of a read, in a process of its own, after the files were evicted."""
+    """Microseconds and KiB from disk of a read, in a separate process, after the files were evicted."""
     way = WAYS[number]
     open_small(way, warm)
     items = way.open(f"{folder}/{way.stored}")

@@ -169,7 +169,7 @@ class Documents(Rows):
 
 
 class Stock(Rows):
-    """Megatron's ``IndexedDataset``: tokens alone."""
+    """Megatron's ``IndexedDataset``: only tokens."""
 
     def __init__(self, prefix: str) -> None:
         self.items = indexed_dataset().IndexedDataset(prefix)
@@ -187,7 +187,7 @@ def arrow_items(folder: str) -> Items:
 
 
 def import_streaming() -> ModuleType:
-    """The package, without its image datasets, which alone need torchvision and are imported at once."""
+    """Import the package without its image datasets, which it imports at once and which need torchvision."""
     sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
     import streaming
 

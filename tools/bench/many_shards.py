@@ -2,7 +2,7 @@
 
     python tools/bench/many_shards.py [--full]
 
-Makes the data once in a temporary folder (200 KB a shard) and measures in a process of its own that may open 256
+Makes the data once in a temporary folder (200 KB a shard) and measures in a separate process that may open 256
 descriptors and counts its maps of shard files after every step. All sides are warm, each has been read once, and run in
 turn; figures are medians by the clock.
 """

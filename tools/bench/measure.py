@@ -1,4 +1,4 @@
-"""How benches measure: in turns, in processes of their own, from files that are in the page cache or not."""
+"""How benches measure: in turns, in separate processes, from files that are in the page cache or not."""
 
 from __future__ import annotations
 

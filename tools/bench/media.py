@@ -1,4 +1,4 @@
-"""Conversations with images to packs, and one pack read alone: ``python tools/bench/media.py``.
+"""Conversations with images to packs, and a read of a single pack: ``python tools/bench/media.py``.
 
 Half as many JPEG files as conversations are generated; two conversations refer to each file by path. The processor is
 LLaVA's, built from its configuration, with 576 positions per image. No other tool packs images on disk, so the job is

@@ -2,8 +2,8 @@
 
     python tools/bench/merge.py [--full]
 
-Sources lie in the page cache. Each way of merging runs in a process of its own, so
-that its memory can be told: growth of the peak resident set over imports. Figures are medians.
+Sources are in the page cache. Each way of merging runs in a separate process, so
+that its memory can be measured: growth of the peak resident set over imports. Figures are medians.
 """
 
 from __future__ import annotations

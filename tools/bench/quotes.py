@@ -1,6 +1,6 @@
 """Blocks of README and docs that quote the board, and the check that other text quotes no figures.
 
-A block of README or of a page in docs lies between ``<!-- board: NAME -->`` and ``<!-- /board -->``. It is
+A block of README or of a page in docs is between ``<!-- board: NAME -->`` and ``<!-- /board -->``. It is
 ``readme/NAME.md`` with its fields filled in: ``{{batches/batch-arrow.ratio}}`` is a part of a headline of the bench
 ``batches``, as ``Headline.words`` shows it, and ``{{page}}`` the way to RESULTS.md. Figures outside of blocks
 are checked elsewhere, such as limits, sizes and figures in tests; ``HELD_ELSEWHERE`` lists them.
@@ -32,7 +32,7 @@ COMPARED = re.compile(
     r"|\b(?:twice|(?:two|three|four|five|six|seven|eight|nine|ten|twenty|(?:a )?hundred|(?:a )?thousand) times)"
     r" (?:as|the|more|less|faster|slower)\b"
 )
-# Figures of README that no bench measures, as they stand there, and the file and the words in it that hold them.
+# Figures of README and docs that no bench measures, and the file and the words in it that confirm them.
 HELD_ELSEWHERE = {
     "under 1 MB for any shard": ("megatron_sft_idx/inspect/page.py", "MAX_NBYTES = 1_000_000"),
     "1% of 42 packs is none": ("tests/test_troubleshooting_training.py", 'split="99,1,0"'),

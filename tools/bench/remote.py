@@ -4,7 +4,7 @@
 
 The stores run on this machine: OpenStack Swift with s3api (see tests/cloud/swift_server.py; where it cannot be started
 nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is added by a
-proxy, which also counts. Each way runs in a process of its own for some seconds, in turns. Training needs tokens and
+proxy, which also counts. Each way runs in a separate process for some seconds, in turns. Training needs tokens and
 masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx next to the mask, or only
 the tokens, which is enough for a run without masks.
 """
@@ -129,7 +129,7 @@ def our_reader(way: Way, cache: str) -> Read:
 
 
 def measure(way: Way, packs: int, seconds: float, environment: dict[str, str], counts: Any, answers: Any) -> None:
-    """Read for some seconds; in a process of its own. Sends samples, seconds, requests, bytes and peak memory."""
+    """Read for some seconds; in a separate process. Sends samples, seconds, requests, bytes and peak memory."""
     os.environ.update(environment)
     with tempfile.TemporaryDirectory() as cache:
         read = (our_reader if way.kind.startswith("ours") else stock_reader)(way, cache)
@@ -185,7 +185,7 @@ def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 last = (log.read_text(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
                 not_run(f"OpenStack Swift does not start: {last}")
             environment = dict(line.split("=", 1) for line in lines)
-            # In a process of its own: forks of one with clients and threads are no place to measure.
+            # In a separate process: forks of a process with clients and threads distort measurements.
             upload = multiprocessing.get_context("spawn").Process(target=put, args=(prefix, environment))
             upload.start()
             upload.join()

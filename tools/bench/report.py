@@ -270,7 +270,7 @@ def run_bench(
     Args:
         title: in the reports.
         peers: distributions whose versions are noted.
-        work: told the sizes of this run.
+        work: called with the bench, a folder and the sizes of this run.
         sizes: by name.
         rounds: how often things are measured, for the board and with ``--full``; a size too.
     """

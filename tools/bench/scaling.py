@@ -2,7 +2,7 @@
 
 Stages are run one after another in this process with the functions that the engines call, and counted in seconds of
 processor time, which other work on the machine changes little. Then whole runs of both engines with one and two
-workers, in turns, each in processes of its own; medians of their wall times. All runs must give the same bytes.
+workers, in turns, each in separate processes; medians of their wall times. All runs must give the same bytes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 @contextmanager
 def _served(serve: Callable[..., None], *arguments: Any) -> Iterator[int]:
-    """A server in a process of its own, which is told where to say on which port it listens; its port."""
+    """Start a server in a separate process, which reports the port that it listens on. Return the port."""
     context = multiprocessing.get_context("spawn")
     listening = context.Queue()
     process = context.Process(target=serve, args=(*arguments, listening), daemon=True)

@@ -2,7 +2,7 @@
 
     python tools/bench/shard.py [--full]
 
-Both sides run in turn, in the same process or in processes of their own that are started the same way; figures are
+Both sides run in turn, in the same process or in separate processes that are started the same way; figures are
 medians. Processor time is given next to wall time, because a busy machine changes the latter.
 """
 

@@ -5,7 +5,7 @@
 Both sides run in turn, in one process, over files in the page cache; figures are
 medians. Checksumming is xxh3_128 over the five files, read with readinto in buffers of the size given: what a tool such
 as xxhsum does, in one thread. Verifying reads tokens in a second one: where a core is free that saves time, not cpu.
-Heap is the growth of the peak of private memory, in a process of its own.
+Heap is the growth of the peak of private memory, in a separate process.
 """
 
 from __future__ import annotations

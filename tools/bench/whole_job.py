@@ -42,7 +42,7 @@ class Done(NamedTuple):
     trained: int
 
 
-# ---- the peers, each in a process of its own; what is counted comes after the clock has stopped ----
+# ---- the peers, each in a separate process; counting starts after the clock has stopped ----
 
 
 def by_trl(folder: Path) -> None:
@@ -121,7 +121,7 @@ def run_ours(folder: Path) -> Done:
 
 
 def run_peer(folder: Path, name: str, python: object = sys.executable) -> Done:
-    """A peer's run, and what lies in its table then."""
+    """Run a peer, and count the content of its table."""
     seconds = timed_run([python, __file__, "--worker", name, folder])
     if name == "trl":
         from datasets import load_from_disk
