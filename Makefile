@@ -107,25 +107,36 @@ wheels: $(VENV)/built  ## dist/: a source distribution, and a wheel for each Pyt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[wheels]'
 	@$(BIN)/python tests/matrix.py wheels
 
-# megatron-core warns four times that it falls back to its own code, which is what the demo wants.
-demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
-	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
+demo: $(VENV)/native  ## pack bundled chats into a shard in demo-out, verify and read it, write a page to look at
+	@$(BIN)/python tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
 	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-trainer-* .venv-media-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# mistral-common is a peer in tests; it asks for an older numpy, which it does not need.
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+# What the package itself needs. pip installs it in editable mode, which compiles the C++ kernels too.
+$(VENV)/base: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
 	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'
-	@echo "setting up $(VENV), which takes a few minutes the first time"
+	@echo "1 of 3: make the environment $(VENV) and install build tools"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools pybind11
+	@echo "2 of 3: download and install the packages that this one needs, 60 MB"
+	@$(PIP) install --constraint constraints.txt $$($(BIN)/python tools/base_dependencies.py)
+	@echo "3 of 3: compile the C++ kernels and install this package, about a minute on 2 cores"
+	@$(PIP) install --constraint constraints.txt --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/native: $(VENV)/base $(NATIVE_SOURCES)
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# mistral-common is a peer in tests; it asks for an older numpy, which it does not need.
+$(VENV)/installed: $(VENV)/base
+	@echo "install what the tests need, torch and Megatron among it: 1.7 GB, a few minutes the first time"
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
 	@$(PIP) install --constraint constraints.txt --no-deps mistral-common pillow pycountry pydantic-extra-types
 	@touch $@
 
-$(VENV)/built: $(VENV)/installed $(NATIVE_SOURCES)
-	@$(BIN)/python setup.py --quiet build_ext --inplace
+$(VENV)/built: $(VENV)/installed $(VENV)/native
 	@touch $@

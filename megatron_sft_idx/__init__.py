@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
     from megatron_sft_idx.inspect.text import show_pack as show_pack
     from megatron_sft_idx.layout.column import ColumnSpec as ColumnSpec
-    from megatron_sft_idx.layout.media import MediaItem as MediaItem
+    from megatron_sft_idx.layout.media_layout import MediaItem as MediaItem
     from megatron_sft_idx.live.live_loader import LiveConfig as LiveConfig
     from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
@@ -56,7 +56,7 @@ _HOMES = {
     "LiveConfig": "live.live_loader",
     "LiveLoader": "live.live_loader",
     "MMapIndexedDataset": "dataset",
-    "MediaItem": "layout.media",
+    "MediaItem": "layout.media_layout",
     "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",
     "PackedDataset": "formats.packed_dataset",

@@ -2,7 +2,8 @@
 
 ``python tests/bridge_vlm_steps.py MODEL FOLDER OUT`` makes a shard of chats with images in FOLDER, and batches of them
 in two ways: from the shard, and by Bridge's own collate function from the chats. It trains on both with the model
-``qwen2.5`` or ``qwen3``, and writes into the file OUT, as JSON, how far they are from each other.
+``qwen2.5`` or ``qwen3``, and writes into the file OUT, as JSON, how far they are from each other. The script of
+docs/media.md is FOLDER/finetune_vlm.py; Bridge's loader reads its data set.
 
 The step (``training/vlm_step.py``), the models, the collate function and what they import are Bridge's own. These stand
 in for what needs a GPU:
@@ -18,8 +19,11 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import chdir
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -212,7 +216,7 @@ def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch
     """What Bridge makes of these chats. It also trains on the line end behind an answer, which is taken out here."""
     collate = import_module("megatron.bridge.models.qwen_vl.data.collate_fn").qwen2_5_collate_fn
     examples = [chat(number, "opened") for number in numbers]
-    sizes = {"min_pixels": None, "max_pixels": None}  # those of the processor
+    sizes = {"min_pixels": None, "max_pixels": None}  # the processor has its sizes
     packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": multiple}
     batch: Batch = collate(examples, processor, **sizes, **packing)
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -279,11 +283,11 @@ def main(model: str, folder: str, out: str) -> None:
     enter_bridge()
     connect()
     parallel_state.initialize_model_parallel()
-    processor = qwen2_5_vl(Path(folder, "processor"))
+    processor = qwen2_5_vl(Path(folder, "model"))
     family, build = MODELS[model]
     config = FAMILIES[family].model(processor).config
     rows = [chat(number, "bytes")["conversation"] for number in range(len(SHOWN))]
-    shard = shard_of(rows, Path(folder), Path(folder, "processor"), LENGTH)
+    shard = shard_of(rows, Path(folder), Path(folder, "model"), LENGTH)
     order = [source[1] for pack in shard for source in pack["source"].tolist()]
     packs, source = range(len(shard)), StoredPacks(ShardSet([shard.prefix]))
     step = MediaInputs(processor, config)
@@ -304,16 +308,12 @@ def main(model: str, folder: str, out: str) -> None:
         "swapped": unequal({**made(media=Swapped(step)), "position_ids": theirs["position_ids"]}, theirs),
     }
     config.save_pretrained(Path(folder, "model"))
-    of_bridge = import_module("megatron_sft_idx.training.bridge_config").BridgeVLMConfig(
-        path=shard.prefix,
-        seq_length=LENGTH + 32,
-        processor=str(Path(folder, "processor")),
-        model_config=str(Path(folder, "model")),
-        sequence_multiple=8,
-    )
-    row = {"sequence_multiple": 8, "length": LENGTH + 32, "pad_id": source.pad_id}
+    with chdir(folder):
+        of_page = runpy.run_path("finetune_vlm.py", run_name="recipe")["dataset"]
+        batches = loaded(replace(of_page, path=shard.prefix, sequence_multiple=8))
+    row = {"sequence_multiple": 8, "length": of_page.seq_length, "pad_id": source.pad_id}
     expected = [made([pack], **row) for pack in packs]
-    found["loaded"] = [[not unequal(batch, each) for each in expected] for batch in loaded(of_bridge)]
+    found["loaded"] = [[not unequal(batch, each) for each in expected] for batch in batches]
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {name: getattr(config, name) for name in names} | {"vocab_size": config.text_config.vocab_size}
     with megatron_device():

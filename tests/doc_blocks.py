@@ -40,6 +40,7 @@ ELSEWHERE = {
     "sh bridge": _BRIDGE,
     "python bridge": _BRIDGE,
     "python bridge-dataset": _BRIDGE,
+    "python bridge-vlm": "needs Megatron-Bridge: tests/test_bridge_vlm.py, in make test-megatron",
     "sh bridge-names": "names of the reader's own files",
     "sh bridge-gpu": "trains with Megatron-Bridge on GPUs, which no test has",
 }

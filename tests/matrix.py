@@ -34,8 +34,9 @@ TESTS = (
     "pretrain_script",
     "pretrain_runner",
 )
-# Installed without what it asks for, CUDA kernels and 30 packages, of which its data modules need one.
-BRIDGE = {"3.12": ("megatron-bridge", ("datasets",))}
+# Installed without what it asks for, CUDA kernels and 30 packages. Of these, its data modules need datasets, and its
+# models for Qwen-VL the others.
+BRIDGE = {"3.12": ("megatron-bridge", ("datasets", "einops", "omegaconf", "qwen-vl-utils", "torchvision"))}
 # Trainers whose collators the tests run, with Python 3.11, for which torch has a small build. TRL is installed with all
 # that it asks for; the others ask for CUDA kernels, servers and web interfaces, so they are installed alone, with what
 # the tested modules import. A version stands where constraints.txt has another one, or none.

@@ -32,7 +32,7 @@ from packs import write_samples
 from reseal import Files
 
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES
-from megatron_sft_idx.layout.media import ARRAYS, MEDIA
+from megatron_sft_idx.layout.media_layout import ARRAYS, MEDIA
 
 DATA, ITEMS = MEDIA_SUFFIXES
 Placed = dict[str, bytes | str]

@@ -199,6 +199,33 @@ def qwen3_vl(folder: Path) -> Any:
     return _qwen_vl(folder, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)
 
 
+def qwen2_5_omni(folder: Path) -> Any:
+    """Qwen2.5-Omni's, which takes images and audio in one text; it needs torchvision."""
+    import transformers
+
+    kinds = ("IMAGE", "VIDEO", "AUDIO")
+    ends = ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
+    named = {f"{kind.lower()}_token": f"<|{kind}|>" for kind in kinds} | {f"{end}_token": f"<|{end}|>" for end in ends}
+    with _quiet():
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer_with(*named.values(), *_ENDS).backend_tokenizer,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="</s>",
+            additional_special_tokens=[*_ENDS],
+            extra_special_tokens=named,
+        )
+        processor = transformers.Qwen2_5OmniProcessor(
+            transformers.Qwen2VLImageProcessor(size={"shortest_edge": 28**2, "longest_edge": 12 * 28**2}),
+            transformers.Qwen2VLVideoProcessor(),
+            transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=4),
+            tokenizer,
+            chat_template=PARTS,
+        )
+        processor.save_pretrained(folder)
+    return processor
+
+
 def paligemma(folder: Path) -> Any:
     """PaliGemma's, which writes a token and a line end into each text."""
     from transformers import PaliGemmaProcessor, SiglipImageProcessor

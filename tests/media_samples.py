@@ -20,7 +20,7 @@ from reseal import Files, reseal
 
 from megatron_sft_idx.layout import FIELDS
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES
-from megatron_sft_idx.layout.media import MEDIA, MediaItem
+from megatron_sft_idx.layout.media_layout import MEDIA, MediaItem
 from megatron_sft_idx.shard import ShardWriter
 
 SEQ_IDX_SUMS = ("tokens_checksum", "loss_checksum", "idx_checksum", "starts_checksum")

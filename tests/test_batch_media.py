@@ -22,7 +22,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media_layout import MediaItem
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, whole_batch

@@ -19,7 +19,7 @@ import pytest
 import torch
 from packs import Sample, demo_samples, sample_of, write_samples
 
-from megatron_sft_idx import SFTIndexedDataset
+from megatron_sft_idx import MediaItem, SFTIndexedDataset, ShardWriter
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 PAD = 0
@@ -138,3 +138,10 @@ def test_our_class_on_theirs_refuses_what_it_would_train_wrongly(tmp_path: Path,
     assert dataset[1]["loss_mask"].dtype == np.float32
     with pytest.raises(SequenceError, match=r"w:2: its loss mask has weights"):
         dataset[2]
+
+
+def test_our_class_on_theirs_refuses_images(tmp_path: Path, packed_shard: Any) -> None:
+    with ShardWriter(tmp_path / "x", media=True) as writer:
+        writer.add_pack([5, 90, 90, 7], [0, 0, 1, 0], [0], media=[MediaItem("image", 1, 2, b"a PNG")])
+    with pytest.raises(FormatError, match=r"holds images or audio, .* take BridgeVLMConfig for images"):
+        packed_shard(str(tmp_path / "x"))

@@ -15,12 +15,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from bridge_modules import MISSING, bridge_folder, forget, make_bare
+from doc_blocks import blocks_of
 from torch import Tensor
 
 from megatron_sft_idx.errors import FormatError
@@ -28,7 +30,7 @@ from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.training import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
-from megatron_sft_idx.training.vlm_batch import bridge_vlm_batch
+from megatron_sft_idx.training.vlm_batch import VLMPacks, bridge_vlm_batch
 
 pytestmark = pytest.mark.skipif(bridge_folder() is None, reason=MISSING)
 
@@ -48,6 +50,8 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if ABSENT:
         pytest.skip(f"{', '.join(ABSENT)} is not installed: make test-megatron has it, for Python 3.12")
     folder = tmp_path_factory.mktemp("vlm")
+    (script,) = (block.text for block in blocks_of("docs/media.md") if block.kind == "python bridge-vlm")
+    (folder / "finetune_vlm.py").write_text(script, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", "tests/bridge_vlm_steps.py", request.param]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tools"), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -183,3 +187,33 @@ def test_what_bridge_cannot_be_given_is_refused(tmp_path: Path) -> None:
             bridge_vlm_batch({**whole, name: torch.zeros(1)})
     with pytest.raises(FormatError, match="has no tokens"):
         bridge_vlm_batch({**whole, "padding_mask": torch.ones_like(whole["padding_mask"])})
+
+
+def test_a_run_that_does_not_fit_the_shard_is_refused(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    make_bare()
+    try:
+        config_of = import_module("megatron_sft_idx.training.bridge_config").BridgeVLMConfig
+        context = import_module("megatron.bridge.data.base").DatasetBuildContext
+        ranks = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+        config = config_of(path=str(tmp_path / "x"), seq_length=LENGTH, processor="no", sequence_multiple=2)
+        with pytest.raises(
+            FormatError, match=r"sequence_multiple 2: with 2 context-parallel ranks, .* multiples of 4;"
+        ):
+            config.build_datasets(context(1, 1, 1, pg_collection=ranks))
+    finally:
+        forget(before)
+
+
+def test_packs_are_numbers_until_bridge_collates_them(tmp_path: Path, bridge: Any) -> None:
+    source = source_of(tmp_path / "x", [[5, 2], [3], [4, 4]])
+    packs = VLMPacks(BatchAssembler(source, LENGTH, sequence_multiple=4, padding_mask=True))
+    assert (len(packs), packs[2]) == (3, 2)
+    with pytest.raises(IndexError, match="pack 3 of 3"):
+        packs[3]
+    made = packs.collate_fn([2])
+    wanted = bridge(rows_of(source)[3:], pad_to_multiple_of=4)
+    assert made["input_ids"].shape == (1, LENGTH)
+    assert torch.equal(made["input_ids"][:, :8], wanted["input_ids"])
+    assert torch.equal(made["labels"][:, :8], wanted["labels"])
+    assert made["cu_seqlens_q"].tolist() == wanted["cu_seqlens_q"].tolist()

@@ -1,4 +1,7 @@
-"""The examples in docstrings give what they show; they may read the shard ``data/chats``."""
+"""The examples in docstrings give what they show; they may read the shard ``data/chats``.
+
+Those about images may read ``data/colours``, made with the processor ``data/processor``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import pytest
 from house import is_light
 from packs import demo_samples, write_samples
 
+from megatron_sft_idx.layout.media_layout import MediaItem
+from megatron_sft_idx.shard import ShardWriter
+
 PACKAGE = Path(__file__).parents[1] / "megatron_sft_idx"
 _PROMPT = re.compile(r"^\s*>>> ", re.MULTILINE)
 # Modules with examples, found by their text, so that those which import torch are imported only by their own test.
@@ -21,10 +27,21 @@ MODULES = sorted(
 )
 
 
+def write_picture(folder: Path) -> None:
+    """A processor of LLaVA, and a shard of one pack with one image."""
+    media_processors = pytest.importorskip("media_processors", reason="the extra media is not installed")
+    processor = media_processors.llava(folder / "processor")
+    with ShardWriter(folder / "colours", media=True, durable=False) as writer:
+        tokens = [5, *[processor.image_token_id] * 16, 7]
+        writer.add_pack(tokens, [0] * 16 + [1, 0], [0], media=[MediaItem("image", 1, 16, media_processors.png(30, 40))])
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_samples(tmp_path / "data/chats", demo_samples())
+    if name == "megatron_sft_idx.training.media":
+        write_picture(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     if not is_light(name):
         pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from packs import write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.formats.convert import ContentHash, ConvertOptions, convert
-from megatron_sft_idx.layout.media import Items
+from megatron_sft_idx.layout.media_layout import Items
 from megatron_sft_idx.packs import run
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.run import PackRun

@@ -37,7 +37,7 @@ from test_format import GOLDEN, SPECIFICATION, TYPES, plain_reader
 from megatron_sft_idx.check import media_rules, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, SFTIndexError, ShardNotFoundError, UnsupportedVersionError
 from megatron_sft_idx.layout.files import MAX_COUNT, MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA
+from megatron_sft_idx.layout.media_layout import ARRAYS, KINDS, MEDIA
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 SECTION = SPECIFICATION.split("## Images and audio")[1].split("\n## ")[0]

@@ -109,10 +109,29 @@ def test_a_model_whose_attention_is_not_causal_in_images_is_refused(tmp_path: Pa
 
 
 def test_batches_without_images_are_of_text(case: Case, tmp_path: Path) -> None:
-    rows = [messages for messages in case.rows if all(len(message["content"]) < 3 for message in messages)]
-    assert rows
-    shard = shard_of(rows, tmp_path, case.folder, 256)
-    texts = replace(case, rows=rows, shard=shard, wanted=alone(case.model, case.processor, rows, shard))
+    texts = case.of_text(tmp_path)
     (batch,) = texts.batches("flattened")
     assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
     assert texts.difference([batch]) < TOLERANCE
+
+
+def test_the_trainer_has_the_loss_of_all_chats(tmp_path: Path) -> None:
+    """Images are decoded in its workers; packs are accumulated one by one."""
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs it: pip install accelerate")
+    case = Case.of("llava", tmp_path)
+    ds = as_torch(case.shard, media=case.inputs())
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=len(ds),
+        dataloader_num_workers=2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(case.model, arguments, train_dataset=ds, data_collator=ds.collate)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(case.wanted.loss, rel=1e-4)

@@ -24,7 +24,7 @@ from packs import five_files
 
 from megatron_sft_idx.check import media_rules, verify_shard
 from megatron_sft_idx.errors import SequenceError
-from megatron_sft_idx.layout.media import Items, MediaItem
+from megatron_sft_idx.layout.media_layout import Items, MediaItem
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.shard import Shard, ShardWriter, media_writer, pack_log, writer

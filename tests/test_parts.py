@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.media import blob_hash
+from megatron_sft_idx.layout.media_layout import blob_hash
 from megatron_sft_idx.packs.run_media import SpilledBlobs
 from megatron_sft_idx.tokenize import parts
 from megatron_sft_idx.tokenize.encoding import EncodedPiece

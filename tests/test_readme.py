@@ -226,7 +226,7 @@ def test_make_has_the_targets() -> None:
 
 # Options of other programs that the pages name, Megatron-LM's about data aside.
 OTHERS = {
-    *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
+    *("--constraint", "--editable", "--local-dir", "--nproc-per-node"),  # pip, hf, torchrun
     *("--calculate-per-token-loss", "--dynamic-context-parallel", "--moe-token-dispatcher-type", "--spec"),
     *("--hybrid-layer-pattern", "--position-embedding-type", "--dist-ckpt-optim-fully-reshardable", "--no-load-optim"),
     "--fim",  # with a star, for all that begin like this; all of these are Megatron-LM's

@@ -369,13 +369,22 @@ class Case:
         wanted = alone(model, processor, rows, shard)
         return cls(family.kind, folder / "processor", processor, model, rows, shard, wanted)
 
+    def of_text(self, folder: Path) -> Case:
+        """The same with its chats that have no images or recordings."""
+        kinds = [{part["type"] for message in messages for part in message["content"]} for messages in self.rows]
+        rows = [messages for messages, found in zip(self.rows, kinds, strict=True) if found == {"text"}]
+        shard = shard_of(rows, folder, self.folder, 256)
+        return replace(self, rows=rows, shard=shard, wanted=alone(self.model, self.processor, rows, shard))
+
     def inputs(self) -> MediaInputs:
         """The media step for this model."""
         return MediaInputs(self.folder)
 
-    def batches(self, layout: Any, media: MediaStep | None = None, batch_size: int = 2) -> Iterator[dict[str, Any]]:
-        """The batches of ``as_torch``."""
-        packs = as_torch(self.shard, layout, media=media or self.inputs())
+    def batches(
+        self, layout: Any, media: MediaStep | None = None, *, batch_size: int = 2, multiple: int = 1
+    ) -> Iterator[dict[str, Any]]:
+        """The batches of ``as_torch``, filled up to a multiple of so many positions."""
+        packs = as_torch(self.shard, layout, media=media or self.inputs(), pad_to_multiple_of=multiple)
         return iter(DataLoader(packs, batch_size=batch_size, collate_fn=packs.collate))
 
     def difference(self, batches: Iterable[dict[str, Any]]) -> float:
@@ -434,6 +443,7 @@ def as_trained(case: Case) -> dict[str, float]:
     """How far from each chat alone the ways to train on packs are."""
     return {
         "flattened": case.difference(case.batches("flattened")),
+        "flattened, filled up": case.difference(case.batches("flattened", multiple=64)),
         "padded": case.difference(case.batches("padded")),
         "rows of S positions": case.difference_of_rows(),
     }
@@ -524,7 +534,7 @@ def _flash_attention(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Take states [rows, heads, positions, width]; return [rows, positions, heads, width], as in transformers."""
+    """Takes states [rows, heads, positions, width]; gives [rows, positions, heads, width], as transformers has it."""
     rows, heads, length, _width = query.shape
     heads_of_keys = key.shape[1]
     key, value = (states.repeat_interleave(heads // heads_of_keys, 1) for states in (key, value))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.media_parts import MediaFile
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media import Kind
+from megatron_sft_idx.layout.media_layout import Kind
 
 # What pillow may decode. Formats that can hold programs, or whose decoders are rarely tried, are left out.
 _IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")

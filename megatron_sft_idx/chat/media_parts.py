@@ -22,7 +22,7 @@ from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
 from megatron_sft_idx.chat.fields import is_filled, kind_of
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Binary
-from megatron_sft_idx.layout.media import Kind
+from megatron_sft_idx.layout.media_layout import Kind
 
 # Types of content parts.
 _PARTS: Final[dict[str, Kind]] = {

@@ -25,7 +25,7 @@ from megatron_sft_idx.chat.media_files import MISSING, LoadedMedia
 from megatron_sft_idx.chat.tokenizer import Tokenizer
 from megatron_sft_idx.chat.types import Rendered, RowError, Span
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media import Kind
+from megatron_sft_idx.layout.media_layout import Kind
 
 # Files of a folder that decide what a processor does, beside those of its tokenizer.
 _FILES: Final = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")

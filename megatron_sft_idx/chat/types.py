@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
-from megatron_sft_idx.layout.media import Kind
+from megatron_sft_idx.layout.media_layout import Kind
 
 TrainOn: TypeAlias = Literal["assistant", "last-turn", "markers", "all"]
 EarlierReasoning: TypeAlias = Literal["error", "drop", "split"]

@@ -30,7 +30,7 @@ from megatron_sft_idx.layout import (
     token_dtype_of,
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MEDIA_ENTRY, MediaChecksums
-from megatron_sft_idx.layout.media import MediaHeader
+from megatron_sft_idx.layout.media_layout import MediaHeader
 from megatron_sft_idx.shard import BuildOptions
 from megatron_sft_idx.shard.media_reader import items_start
 from megatron_sft_idx.shard.pack_log import PackChunk

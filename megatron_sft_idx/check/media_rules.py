@@ -14,7 +14,7 @@ from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
 from megatron_sft_idx.check.rules import Findings, HeaderClaims
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES, MediaChecksums
-from megatron_sft_idx.layout.media import ARRAYS, HASH_NBYTES, MEDIA, FirstUse, Items, MediaHeader, broken_items
+from megatron_sft_idx.layout.media_layout import ARRAYS, HASH_NBYTES, MEDIA, FirstUse, Items, MediaHeader, broken_items
 from megatron_sft_idx.packs.run import WINDOW_TOKENS, count_fitting
 
 # Packs, items or blobs whose entries are held at once.

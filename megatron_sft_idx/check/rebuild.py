@@ -30,7 +30,7 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns, listed_media
-from megatron_sft_idx.layout.media import MediaHeader
+from megatron_sft_idx.layout.media_layout import MediaHeader
 from megatron_sft_idx.shard.at_prefix import inode_of, with_present_files
 from megatron_sft_idx.shard.media_reader import items_start
 from megatron_sft_idx.shard.opening import columns_beside, read_header, read_start, where_to_look

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import KIND_NAMES, KINDS, Items, broken_items
+from megatron_sft_idx.layout.media_layout import KIND_NAMES, KINDS, Items, broken_items
 from megatron_sft_idx.packs.run import PackRun, first_true
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 

@@ -20,7 +20,7 @@ from megatron_sft_idx.inspect.summary import column_kind, locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.layout.media import Items
+from megatron_sft_idx.layout.media_layout import Items
 from megatron_sft_idx.lines import shortened
 from megatron_sft_idx.packs.run import Window, read_window, windows
 from megatron_sft_idx.packs.run_media import Blobs, RunMedia

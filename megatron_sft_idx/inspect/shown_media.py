@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.media_files import MediaLimits, open_image, stored_si
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.inspect.text import counted, shown_nbytes
-from megatron_sft_idx.layout.media import KINDS, Kind
+from megatron_sft_idx.layout.media_layout import KINDS, Kind
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.media_reader import ShardMedia
 

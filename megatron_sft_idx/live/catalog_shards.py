@@ -18,8 +18,7 @@ from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, pat
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.training import require_text
-from megatron_sft_idx.training.media import CARRIED_BY
+from megatron_sft_idx.training import CARRIED_BY, require_text
 
 _Read = TypeVar("_Read")
 # How much later than another file a network file system may show one.

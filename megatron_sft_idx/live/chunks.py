@@ -46,10 +46,8 @@ from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.packs.run_media import KeptBlobs, RunItems, RunMedia
 from megatron_sft_idx.shard.judged import require_judged
 from megatron_sft_idx.storage import OutputFile, require_local
-from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.encoding import items_of
-from megatron_sft_idx.training import require_text
-from megatron_sft_idx.training.media import CARRIED_BY
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder, items_of
+from megatron_sft_idx.training import CARRIED_BY, require_text
 
 OnBadRow = Literal["error", "skip"]
 

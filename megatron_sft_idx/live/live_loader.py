@@ -45,8 +45,7 @@ from megatron_sft_idx.live.live_order import (
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
 from megatron_sft_idx.live.waiting import Stopped, Stopwatch, Waiter
-from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, Tensors, Wanted
-from megatron_sft_idx.training.media import MediaStep
+from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, MediaStep, Tensors, Wanted
 
 logger = get_logger("megatron_sft_idx.live")
 

@@ -19,7 +19,7 @@ import xxhash
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import BUILDING, MAGIC, MEDIA_SUFFIXES, SEQ_IDX, SUFFIXES
-from megatron_sft_idx.layout.media import MEDIA_MAGIC
+from megatron_sft_idx.layout.media_layout import MEDIA_MAGIC
 from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download, other_shard_error
 from megatron_sft_idx.shard.at_prefix import lists_media
 from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard, read_start

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.layout.media import HASH_NBYTES, KIND_NAMES, Items, MediaItem, blob_hash
+from megatron_sft_idx.layout.media_layout import HASH_NBYTES, KIND_NAMES, Items, MediaItem, blob_hash
 
 _MOST_IN_TABLE: Final = (1 << 32) - 2
 

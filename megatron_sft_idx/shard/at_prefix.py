@@ -11,7 +11,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, SEQ_IDX, column_of, listed_media
-from megatron_sft_idx.layout.media import MEDIA_MAGIC
+from megatron_sft_idx.layout.media_layout import MEDIA_MAGIC
 from megatron_sft_idx.storage.building_files import building_of, is_half_finished, is_whole_at
 from megatron_sft_idx.storage.publish import describe, head_of
 

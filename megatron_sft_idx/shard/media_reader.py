@@ -16,7 +16,16 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, NO_ITEMS, Items, MediaHeader, MediaItem, blob_hash
+from megatron_sft_idx.layout.media_layout import (
+    ARRAYS,
+    KIND_NAMES,
+    MEDIA,
+    NO_ITEMS,
+    Items,
+    MediaHeader,
+    MediaItem,
+    blob_hash,
+)
 from megatron_sft_idx.packing import csr_rows
 from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.opening import FileStart, open_items, read_header, read_start, require_same
@@ -29,6 +38,7 @@ from megatron_sft_idx.storage.remote.transport import request_pool
 _Part = TypeVar("_Part")
 _Read = TypeVar("_Read")
 
+_IS_KIND = np.isin(np.arange(256), [*KIND_NAMES])  # for each uint8 whether it is the code of a kind
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
 
 
@@ -153,11 +163,11 @@ class ShardMedia:
         CorruptShardError: the offsets leave the file (M5), or an item shows a blob that is not there (M9).
         """
         offsets = self.arrays["item_offsets"][first : last + 1]
-        counts = np.diff(offsets)
         begin, end = int(offsets[0]), int(offsets[-1])
-        if (counts < 0).any() or ((offsets < 0) | (offsets > self.header.num_items)).any():
+        if begin < 0 or end > self.header.num_items or (offsets[1:] < offsets[:-1]).any():
             detail = f"item offsets of packs {first} to {last - 1} are not ascending, up to {self.header.num_items}"
             raise self._error("item_offsets", first, "M5", detail)
+        counts = offsets[1:] - offsets[:-1]
         if begin == end:
             return counts, NO_ITEMS
         items = Items(*self._at_once(lambda name: self.arrays[name][begin:end], Items._fields))
@@ -237,7 +247,7 @@ class ShardMedia:
         for rule, name, broken, expected in (
             ("M6", "starts", (begins < 0) | (stops > lengths[sequences]) | (begins == stops), "inside one sequence"),
             ("M7", "starts", ~behind, "a position behind the item before it"),
-            ("M8", "kinds", ~np.isin(items.kinds, [*KIND_NAMES]), " or ".join(map(str, KIND_NAMES))),
+            ("M8", "kinds", ~_IS_KIND[items.kinds], " or ".join(map(str, KIND_NAMES))),
             ("M9", "blobs", items.blobs >= self.header.num_blobs, f"less than {self.header.num_blobs}"),
         ):
             if broken.any():
@@ -256,8 +266,8 @@ class ShardMedia:
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
         """CorruptShardError where the kind of an item is unknown (M8); the items begin with those of ``pack``."""
-        if (wrong := ~np.isin(items.kinds, [*KIND_NAMES])).any():
-            at, expected = int(np.argmax(wrong)), " or ".join(map(str, KIND_NAMES))
+        if not (known := _IS_KIND[items.kinds]).all():
+            at, expected = int(np.argmin(known)), " or ".join(map(str, KIND_NAMES))
             detail = f"kind {items.kinds[at]}, expected {expected}"
             raise self._error("kinds", self._first_item(pack) + at, "M8", detail)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import (
+from megatron_sft_idx.layout.media_layout import (
     ARRAYS,
     HASH_NBYTES,
     KINDS,

@@ -17,7 +17,7 @@ from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media_layout import MediaItem
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.columns import ShardColumns
 from megatron_sft_idx.shard.media_reader import ShardItems, ShardMedia, copied_items, open_media

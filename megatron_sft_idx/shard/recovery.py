@@ -17,7 +17,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm, column_of
-from megatron_sft_idx.layout.media import MEDIA, MediaHeader
+from megatron_sft_idx.layout.media_layout import MEDIA, MediaHeader
 from megatron_sft_idx.shard.at_prefix import refuse_journal
 from megatron_sft_idx.shard.build_options import BuildOptions
 from megatron_sft_idx.shard.opening import read_start

@@ -33,7 +33,7 @@ from megatron_sft_idx.layout.files import (
     token_array,
     vocab_size_of,
 )
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media_layout import MediaItem
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.packs.run_media import RunMedia

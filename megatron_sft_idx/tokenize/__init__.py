@@ -11,7 +11,7 @@ from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, noted_differences
 from megatron_sft_idx.tokenize.corpus import check_packing, pack_shard
 from megatron_sft_idx.tokenize.dry_run import preview
-from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder, items_of
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,

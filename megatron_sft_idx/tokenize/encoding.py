@@ -40,7 +40,7 @@ from megatron_sft_idx.chat.types import (
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
-from megatron_sft_idx.layout.media import KINDS, Items
+from megatron_sft_idx.layout.media_layout import KINDS, Items
 from megatron_sft_idx.packs.run_media import CollectedBlobs
 from megatron_sft_idx.tokenize.kept_fields import arrays_of, dtype_of, values_of
 from megatron_sft_idx.tokenize.piece_media import MediaSizes, PieceMedia

@@ -47,7 +47,7 @@ from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import EncodedItem, Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.media import HASH_NBYTES, Items, blob_hash
+from megatron_sft_idx.layout.media_layout import HASH_NBYTES, Items, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array, open_regular

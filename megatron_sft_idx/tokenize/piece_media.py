@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, is_url, read_media, size_of_media
 from megatron_sft_idx.chat.media_parts import MediaFile, taken_media
 from megatron_sft_idx.chat.types import Conversation, RowError
-from megatron_sft_idx.layout.media import HASH_NBYTES, Kind, blob_hash
+from megatron_sft_idx.layout.media_layout import HASH_NBYTES, Kind, blob_hash
 from megatron_sft_idx.packs.run_media import CollectedBlobs
 from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote

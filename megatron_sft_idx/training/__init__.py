@@ -7,4 +7,5 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors, parallel_multiple
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted
+from megatron_sft_idx.training.media import CARRIED_BY, MediaStep
 from megatron_sft_idx.training.sources import Arrays, Index, ItemFinder, Segments, located, require_text

@@ -37,7 +37,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
 from megatron_sft_idx.layout.files import no_column
-from megatron_sft_idx.layout.media import KIND_NAMES
+from megatron_sft_idx.layout.media_layout import KIND_NAMES
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place

@@ -1,6 +1,6 @@
 """Shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later.
 
-``BridgePackedConfig`` is for its step for text, ``BridgeVLMConfig`` for that for vision-language models.
+``BridgePackedConfig`` is for text, ``BridgeVLMConfig`` for text with images.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards with images to train on with ``megatron.bridge.training.vlm_step``, as they are.
+    """Shards with images as they are, for ``megatron.bridge.training.vlm_step``.
 
-    Each micro-batch is one pack, as one row of ``seq_length`` positions.
+    Pass it as ``config.dataset``. Each micro-batch is one pack, in one row of ``seq_length`` positions, so the run's
+    micro-batch size must be 1.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
-        validation_path: the same of those to validate on; None does not validate.
-        seq_length: positions of a row, that of the model.
+        validation_path: the same for validation; None does not validate.
+        seq_length: positions of a row, as the model has it.
         processor: folder of the processor that the shards were made with.
         model_config: folder with the ``config.json`` of the model; None for the folder of the processor.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor

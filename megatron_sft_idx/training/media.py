@@ -32,7 +32,7 @@ from torch.utils.data import get_worker_info
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.chat.media_files import MISSING, decoded_image, decoded_recording
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media import Kind, MediaItem
+from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
 
 # What to do about a shard with images or audio whose batches can carry them.
@@ -130,9 +130,11 @@ class MediaInputs(Shown):
             another number of positions than the shard has for it, or a file cannot be decoded.
 
     Example:
+        >>> from torch.utils.data import DataLoader
         >>> from transformers import LlavaConfig
-        >>> inputs = MediaInputs("data/processor", LlavaConfig())
-        >>> batch = next(iter(DataLoader(ds := as_torch("data/colours", media=inputs), collate_fn=ds.collate)))
+        >>> from megatron_sft_idx import as_torch
+        >>> packs = as_torch("data/colours", media=MediaInputs("data/processor", LlavaConfig()))
+        >>> batch = next(iter(DataLoader(packs, collate_fn=packs.collate)))
         >>> batch["pixel_values"].shape
         torch.Size([1, 3, 56, 56])
     """
@@ -306,7 +308,13 @@ class _Loaded(NamedTuple):
         ]
         if missing:
             raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
-        found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        try:
+            found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
+        except Exception as error:  # whatever its own code raises
+            raise FormatError(
+                f"get_rope_index of the model fails with {', '.join(name for name in wanted if name in known)}, which"
+                f" are all that is known here: {brief(str(error))}"
+            ) from error
         if found.ndim != 3 or len(found) != 3:
             raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
         by_sequence: Tensor = found.transpose(0, 1)

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.media import KINDS, Kind
+from megatron_sft_idx.layout.media_layout import KINDS, Kind
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.training.batch import Batch, BatchAssembler

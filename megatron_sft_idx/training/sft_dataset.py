@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAX_COUNT
-from megatron_sft_idx.layout.media import Kind
+from megatron_sft_idx.layout.media_layout import Kind
 from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet

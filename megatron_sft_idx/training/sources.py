@@ -23,7 +23,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.media import NO_ITEMS, Items
+from megatron_sft_idx.layout.media_layout import NO_ITEMS, Items
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers

@@ -1,15 +1,15 @@
 """Batches with images in the form that Megatron-Bridge's step for vision-language models takes.
 
-That form is one row with all sequences of the batch. Bridge makes it when it collates (``enable_in_batch_packing``);
-its ``training/vlm_step.py`` and its models read it. It differs from our batches in these ways:
+That form is one row with all sequences of the batch. Bridge's own data sets make it when they collate
+(``enable_in_batch_packing``); its ``training/vlm_step.py`` and its models read it. It differs from our batches:
 
 - ``cu_seqlens_q`` has one entry for each sequence and one more. Padding is no sequence there, and no sequence is empty.
 - Sequences are padded to a multiple behind each of them, and ``cu_seqlens_q_padded`` says where each begins.
 - Labels are -100 where nothing is trained. They are shifted, as ours are.
-- Pixels lie in an object with one attribute for each tensor, ``visual_inputs``.
+- Pixels are in ``visual_inputs``, an object with one attribute for each tensor.
 
-``bridge_vlm_batch`` makes it of a batch of ours. ``VLMPacks`` is a data set of such batches for Bridge's loader;
-``bridge_config.BridgeVLMConfig`` makes one of shards.
+``bridge_vlm_batch`` converts a batch of ours. ``VLMPacks`` is a data set for Bridge's loader that gives such batches;
+``bridge_config.BridgeVLMConfig`` makes one from shards.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _PADDING_POSITION = 1
 def bridge_vlm_batch(
     batch: Mapping[str, Any], *, sequence_multiple: int = 1, length: int | None = None, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Make of a batch of ours the one that ``megatron.bridge.training.vlm_step`` takes from its data iterator.
+    """Convert a batch of ours to what ``megatron.bridge.training.vlm_step`` takes from its data iterator.
 
-    All sequences of the batch's rows come into one row, in order, without the padding between and behind them.
+    The sequences of all rows are put into one row, in order. The padding of our rows is left out.
 
     Args:
         batch: what ``BatchAssembler`` or ``BatchLoader`` made with ``padding_mask=True``, in the form ``wide`` and, for
             images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        length: positions of the row. The last sequence is followed by padding until there are so many. None for as
-            many as the sequences need. Pipeline and expert parallelism want all rows alike.
+        length: positions of the row, which is padded behind the last sequence. None for as many as the sequences need.
+            Pipeline and expert parallelism need rows of one length.
         pad_id: a valid token id for padding.
 
     Returns:

@@ -11,7 +11,7 @@ from media_samples import as_plain, media_field, media_samples, reseal_media, se
 from reseal import Files
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.layout.media import MEDIA, MEDIA_MAGIC, MediaHeader
+from megatron_sft_idx.layout.media_layout import MEDIA, MEDIA_MAGIC, MediaHeader
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 SAMPLES = media_samples(5, 5)

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import ShardWriter, write_column
-from megatron_sft_idx.layout.media import MediaItem
+from megatron_sft_idx.layout.media_layout import MediaItem
 
 
 def make(folder: Path) -> list[str]:

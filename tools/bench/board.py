@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 BENCHES = (
     *("whole_job", "packing", "tokenising", "scaling", "shard", "merge", "verify", "formats", "conversion"),
-    *("batches", "columns", "backends", "cold_pack", "media", "index_only", "pretraining", "many_shards"),
-    *("live_catalog", "remote"),
+    *("batches", "columns", "backends", "cold_pack", "media", "media_training", "index_only", "pretraining"),
+    *("many_shards", "live_catalog", "remote"),
 )
 MOST_SECONDS = {False: 900, True: 3 * 3600}  # one bench, and with --full
 GB = 10**9

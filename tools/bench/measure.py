@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.shard import ShardWriter
 
 CHUNK_TOKENS = 1 << 22
@@ -110,6 +111,17 @@ def read_from_disk() -> int:
     """Bytes that the disk has given this process so far."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
+
+
+def require_cold(files: Iterable[Path]) -> None:
+    """SystemExit where more than a twentieth of some files is in the page cache."""
+    resident = nbytes = 0
+    for path in files:
+        mapped = np.memmap(path, np.uint8, "r")
+        resident += _native.resident_nbytes(mapped)
+        nbytes += len(mapped)
+    if resident * 20 > nbytes:
+        raise SystemExit(f"{resident:,} of {nbytes:,} bytes stay in the page cache: {files}")
 
 
 def write_equal_packs(

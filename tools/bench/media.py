@@ -8,21 +8,21 @@ its images is read with a cold page cache and compared with MDS and with an inde
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import statistics
 import subprocess
 import sys
-import tarfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import media_training_peers as peers
 import numpy as np
-from formats_peers import import_streaming
-from measure import in_own_process
+from measure import in_own_process, require_cold
 from PIL import Image
 from report import MIB, Bench, cells, run_bench
 
@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
 from medium import drop_cache
 
 DEMO_TOKENIZER = Path(__file__).parents[1] / "demo/tokenizer"
-CAPACITY, SIDE, PROCESSES, PACKS_PER_TAR = 4096, 256, 2, 500
+CAPACITY, SIDE, PROCESSES = 4096, 256, 2
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -179,90 +179,46 @@ def report_job(bench: Bench, folder: Path, options: Namespace) -> None:
 # ---- one pack ----
 
 
-def write_peers(folder: Path, shard: Shard) -> None:
-    """The packs of a shard for MDS, and for tar files; the images of a pack lie with it."""
-    streaming = import_streaming()
-    columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8", "seq_boundaries": "ndarray:int32"}
-    columns |= {"ends": "ndarray:int64", "images": "bytes"}
-    with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
-        for pack in shard:
-            images = [bytes(item.data) for item in pack["media"]]
-            rest = {"ends": np.cumsum([len(each) for each in images]), "images": b"".join(images)}
-            tokens = {"input_ids": pack["input_ids"].astype(np.int32), "loss_mask": pack["loss_mask"]}
-            writer.write({**tokens, "seq_boundaries": pack["seq_boundaries"], **rest})
-    (folder / "tar").mkdir()
-    shards = []
-    for first in range(0, len(shard), PACKS_PER_TAR):
-        path = folder / f"tar/{first:08}.tar"
-        packs = range(first, min(first + PACKS_PER_TAR, len(shard)))
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for number in packs:
-                pack = shard[number]
-                arrays = {
-                    "ids.bin": pack["input_ids"],
-                    "mask.bin": pack["loss_mask"],
-                    "ends.bin": pack["seq_boundaries"],
-                }
-                files = {name: np.ascontiguousarray(values).tobytes() for name, values in arrays.items()}
-                files |= {f"{at}.jpg": bytes(item.data) for at, item in enumerate(pack["media"])}
-                for name, data in files.items():
-                    info = tarfile.TarInfo(f"{number:08}.{name}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
-        shards.append({"url": str(path), "nsamples": len(packs)})
-    (folder / "tar/index.json").write_text(json.dumps({"wids_version": 1, "name": "packs", "shardlist": shards}))
-
-
-def readers(folder: Path, shard: Shard) -> dict[str, tuple[Callable[[int], int], list[Path]]]:
+def readers(folder: Path, prefix: Path) -> dict[str, tuple[Callable[[int], int], list[Path]]]:
     """For every way what reads a pack and copies it out, and its data files; it returns the bytes that were read."""
-    from wids import ShardListDataset
-
-    rows = import_streaming().LocalDataset(str(folder / "mds"))
-    samples: Any = ShardListDataset(
-        str(folder / "tar/index.json"),
-        base="",
-        transformations=[],
-        lru_size=1 << 16,
-        cache_dir=str(folder / "cache"),
-        keep=True,
-    )
-    tokens = shard.header.token_dtype
+    # Another object reads the shard for the peers, because pages that are mapped cannot be dropped from the page cache.
+    written = Shard(prefix)
+    mds_store, (tar_store, _) = peers.mds(folder, written), peers.tars(folder, written)
+    del written
+    gc.collect()
+    shard = Shard(prefix)
 
     def ours(number: int) -> int:
         pack = shard[number]
         arrays = [np.array(pack["input_ids"]), np.array(pack["loss_mask"]), pack["seq_boundaries"]]
         return sum(map(len, arrays)) + sum(len(bytes(item.data)) for item in pack["media"])
 
-    def mds(number: int) -> int:
-        row = rows[number]
-        images = [row["images"][a:b] for a, b in zip([0, *row["ends"][:-1]], row["ends"], strict=True)]
-        return sum(len(row[name]) for name in ("input_ids", "loss_mask", "seq_boundaries")) + sum(map(len, images))
+    def theirs(rows: Any) -> Callable[[int], int]:
+        def read(number: int) -> int:
+            row = rows[number]
+            arrays = [np.array(values) for values in (row.ids, row.mask, row.bounds)]
+            return sum(map(len, arrays)) + sum(map(len, row.images))
 
-    def tar(number: int) -> int:
-        sample = {name: data.read() for name, data in samples[number].items() if not name.startswith("__")}
-        dtypes: dict[str, Any] = {".ids.bin": tokens, ".mask.bin": np.uint8, ".ends.bin": np.int32}
-        arrays = [np.frombuffer(sample[name], dtype).copy() for name, dtype in dtypes.items()]
-        return sum(map(len, arrays)) + sum(len(data) for name, data in sample.items() if name.endswith(".jpg"))
+        return read
 
-    prefix = shard.prefix
     data = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".media.data")]
     return {
         "ours": (ours, data),
-        "mds": (mds, sorted((folder / "mds").glob("*.mds"))),
-        "tar": (tar, sorted((folder / "tar").glob("*.tar"))),
+        "mds": (theirs(mds_store.open("files")), mds_store.files),
+        "tar": (theirs(tar_store.open("files")), tar_store.files),
     }
 
 
 def report_pack(bench: Bench, folder: Path, options: Namespace) -> None:
-    shard = Shard(folder / f"out-{options.rows}-{PROCESSES}")
-    write_peers(folder, shard)
-    ways = readers(folder, shard)
+    prefix = folder / f"out-{options.rows}-{PROCESSES}"
+    ways, shard = readers(folder, prefix), Shard(prefix)
     numbers = np.random.default_rng(2).permutation(len(shard))[: options.rounds + 1].tolist()
     found: dict[str, list[float]] = {way: [] for way in ways}
     for turn, number in enumerate([len(shard) - 1, *numbers]):  # the first does not count
         sizes = set()
         for way, (read, files) in ways.items():
             drop_cache(files)
+            require_cold(files)
             begin = time.perf_counter()
             sizes.add(read(number))
             found[way] += [(time.perf_counter() - begin) * 1e6] * (turn > 0)
