@@ -114,7 +114,7 @@ clean:  ## remove everything the targets made, .venv included
 	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-trainer-* .venv-media-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What the package itself needs. pip installs it in editable mode, which compiles the C++ kernels too.
+# The dependencies of the package. pip installs it in editable mode, which compiles the C++ kernels too.
 $(VENV)/base: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
 	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'
