@@ -38,7 +38,7 @@ PYTHON = re.compile(
 CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 HASH_COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*", re.MULTILINE)
 # The end of the text before a sentence: a full stop, a bullet, a table cell, the start of a line.
-START = re.compile(r"(?:\A|\n|[.!?:*|-]) *\Z")
+START = re.compile(r"(?:\A|\n|[.!?:|-]|(?<!\*)\*) *\Z")
 REST = rf"[^.?!|\n]*(?:\n(?!\n)[^.?!|\n]*)*[.,:|{CODE}]"
 
 

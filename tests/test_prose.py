@@ -47,6 +47,8 @@ def test_a_hard_sentence_is_found(sentence: str) -> None:
         "one value per token",
         "a lot of rows",
         "What to know",
+        "**What is trained.** All answers.",
+        "The results equal those of the other run, with its own order of rows.",
         "`beside` and [a page](beside.md)",
         "```sh\nls beside\n```",
         "<!-- beside -->",
