@@ -118,13 +118,11 @@ clean:  ## remove everything the targets made, .venv included
 $(VENV)/base: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
 	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'
-	@echo "1 of 3: make the environment $(VENV) and install build tools"
+	@echo "1 of 2: make the environment $(VENV) and install build tools"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools pybind11
-	@echo "2 of 3: download and install the packages that this one needs, 60 MB"
-	@$(PIP) install --constraint constraints.txt $$($(BIN)/python tools/base_dependencies.py)
-	@echo "3 of 3: compile the C++ kernels and install this package, about a minute on 2 cores"
-	@$(PIP) install --constraint constraints.txt --no-deps --no-build-isolation --editable .
+	@echo "2 of 2: install the package: download what it needs, 60 MB, and compile its C++ kernels, a minute on 2 cores"
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/native: $(VENV)/base $(NATIVE_SOURCES)

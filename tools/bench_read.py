@@ -1,8 +1,8 @@
-"""Recommends how to read a shard, by measuring: which setting is fastest depends on disk, file system and memory.
+"""Recommend how to read a shard, by measurement: the fastest setting depends on disk, file system and memory.
 
     python tools/bench_read.py data/train
 
-``medium.py`` finds out about the disk and the memory, and ``read_worker.py`` has the processes that read.
+``medium.py`` examines the disk and the memory, and ``read_worker.py`` has the processes that read.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ EpochName = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, if the shard is that large.
 _OVER_LIMIT = 3
 _LEAST_PACKS = 256  # the times of fewer packs vary too much
-_TRIAL_PACKS = 4096  # a small sample uses less of what the kernel reads ahead, so it would seem slower than a large one
-# A slow setting may take longer than its share of the time, but not by more than this.
+_TRIAL_PACKS = 4096  # a small sample uses less of the kernel's read-ahead, so it would seem slower than a large one
+# A slow setting can take longer than its share of the time, but not more than this factor.
 _PATIENCE = 2
-# The assumed reading of a training run: its first epoch, and two more.
+# Number of epochs that a training run is assumed to read, including the first one.
 _EPOCHS = 3
-# A setting must be faster than a simpler one by this factor to be recommended in its place.
+# A setting must be faster than a simpler one by this factor to be recommended instead.
 _MARGIN = 1.1
 _COLUMNS = ("setting", "packs/s, cold", "MiB/s", "disk/asked", "packs/s, warm", "MiB/s", "disk/asked")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The settings to measure, and for how long.
+    """Options of a measurement.
 
     Attributes:
         order: order in which packs are read.
-        packs: how many packs an epoch reads; None for as many as fit into ``seconds``.
-        seconds: about how long the whole measurement takes; not heeded where ``packs`` is given.
+        packs: number of packs per epoch; None for as many as fit into ``seconds``.
+        seconds: approximate duration of the whole measurement; ignored if ``packs`` is given.
         limit: the control group that limits memory; None to read with all memory of the machine.
-        settings: the settings that are compared, the simplest first.
-        rounds: how often each setting is measured; under a memory limit, each is measured once.
+        settings: the settings to compare, the simplest first.
+        rounds: number of measurements of each setting; under a memory limit, each is measured once.
     """
 
     order: Order = "shuffled"
@@ -97,20 +97,20 @@ class BenchOptions:
 
     @property
     def num_rounds(self) -> int:
-        """How often each setting is measured, the memory limit heeded."""
+        """Number of measurements of each setting, taking the memory limit into account."""
         return 1 if self.limit else self.rounds
 
     @property
     def epoch_seconds(self) -> float:
-        """Seconds that one of the two epochs of one setting may take."""
+        """Time in seconds for one of the two epochs of one setting."""
         return self.seconds / (2 * self.num_rounds * len(self.settings))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The shard that is read: its packs, the bytes of its tokens, masks and starts, and where it lies.
+    """The shard that is read: its packs, the bytes of its tokens, masks and starts, and its medium.
 
-    ``memory_nbytes`` is the memory there is to keep the shard in, limits heeded.
+    ``memory_nbytes`` is the memory that is available to cache the shard, taking limits into account.
     """
 
     prefix: str
@@ -121,7 +121,7 @@ class Subject:
 
     @property
     def fits(self) -> bool:
-        """Whether memory can keep the whole shard from one epoch to the next."""
+        """Whether the whole shard can stay in memory from one epoch to the next."""
         return self.nbytes <= self.memory_nbytes
 
 
@@ -129,7 +129,7 @@ class Subject:
 class SettingTimes:
     """The measurements of one setting, one ``ReadTimes`` per round.
 
-    ``refused`` is the reason why the system does not read in this way, otherwise None.
+    ``refused`` is the reason why the system does not allow this way of reading; None if it does.
     """
 
     setting: Setting
@@ -137,17 +137,17 @@ class SettingTimes:
     refused: str | None = None
 
     def epochs(self, which: EpochName) -> list[Epoch]:
-        """The first or the second epochs of all rounds."""
+        """Return the first or the second epochs of all rounds."""
         return [getattr(times, which) for times in self.rounds]
 
     def rate(self, which: EpochName) -> float:
-        """Packs a second, the median of the rounds."""
+        """Return packs per second, the median of the rounds."""
         return median(epoch.rate for epoch in self.epochs(which))
 
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """The measurements of the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
+    """The measurements for the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
 
     subject: Subject
     options: BenchOptions
@@ -156,13 +156,13 @@ class ReadingReport:
 
     @property
     def cold(self) -> bool:
-        """Whether some first epoch was seen to read at least half of its bytes from the disk."""
+        """Whether at least one first epoch read more than half of its bytes from the disk."""
         return any(epoch.amplification > 0.5 for one in self.settings for epoch in one.epochs("first"))
 
     def amplification(self, one: SettingTimes, which: EpochName) -> float | None:
-        """Bytes read from the disk for each byte asked for, the median of the rounds of a setting.
+        """Return bytes read from the disk per requested byte, the median of the rounds of a setting.
 
-        None where no setting was seen to read from the disk: some file systems do not count it.
+        None if no setting is known to have read from the disk: some file systems do not count it.
         """
         is_told = any(epoch.disk_nbytes for setting in self.settings for epoch in setting.epochs("first"))
         return median(epoch.amplification for epoch in one.epochs(which)) if is_told else None
@@ -172,10 +172,10 @@ class ReadingReport:
 
 
 def sample_of(subject: Subject, order: Order, count: int) -> range:
-    """``count`` packs, or all where there are fewer, chosen so that reading them is like reading the whole shard.
+    """Choose ``count`` packs, or all if there are fewer, so that reading them is like reading the whole shard.
 
-    Where memory keeps the shard, or packs are read in order, pages that the kernel reads ahead are used later in the
-    epoch: neighbours are taken. Otherwise those pages are gone before they are used: evenly spread packs are taken.
+    If the shard fits in memory, or packs are read in order, pages that the kernel reads ahead are used later in the
+    epoch: the sample is a run of neighbours. Otherwise such pages are evicted before use: the sample is evenly spread.
     """
     whole = subject.num_packs
     count = min(count, whole)
@@ -186,12 +186,12 @@ def sample_of(subject: Subject, order: Order, count: int) -> range:
 
 
 def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[range], Epoch | None]) -> range:
-    """The packs that can be read in ``options.epoch_seconds``; under a memory limit, enough to overflow it.
+    """Return packs that can be read in ``options.epoch_seconds``; under a memory limit, enough to exceed it.
 
     Args:
         subject: the shard.
-        options: what is measured; its ``packs`` is None.
-        trial: reads packs once by one setting and returns that epoch; None where the system refuses to read them.
+        options: options of the measurement; ``packs`` is None.
+        trial: reads packs once with one setting and returns that epoch; None if the system refuses to read them.
     """
     sample = sample_of(subject, options.order, _TRIAL_PACKS)
     epoch = trial(sample)
@@ -204,7 +204,7 @@ def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[ran
 
 
 def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = ShardReader) -> None:
-    """Drop the page cache and read two epochs; adds their times to ``one``, or the reason why there are none."""
+    """Drop the page cache and read two epochs; add their times to ``one``, or the reason why there are none."""
     drop_cache(ShardPaths.of(request.prefix).all)
     try:
         one.rounds.append(run_request(request, open_reader))
@@ -215,19 +215,19 @@ def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = 
 def bench_read(
     prefix: str, options: BenchOptions | None = None, *, on_progress: Advance = lambda done: None
 ) -> ReadingReport:
-    """Measure every setting on one shard, each time in a separate process.
+    """Measure every setting on one shard, each time in a new process.
 
     Args:
-        prefix: of a local shard.
-        options: what is to be measured.
+        prefix: prefix of a local shard.
+        options: options of the measurement.
         on_progress: called with 1 after each setting of each round.
 
     Raises:
-        ShardNotFoundError, FormatError: the shard is bad, or has no packs.
+        ShardNotFoundError, FormatError: the shard is bad or has no packs.
         OSError: the files cannot be read in any way.
     """
     options = options or BenchOptions()
-    # By pread, because pages that this process maps would stay in the cache when it is dropped.
+    # With pread, because pages that this process maps would stay in the cache when it is dropped.
     shard = Shard(prefix, backend="pread")
     if not len(shard):
         raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
@@ -263,31 +263,31 @@ def bench_read(
 
 
 class Recommendation(NamedTuple):
-    """The setting to read with, and why; None where the system refuses every setting."""
+    """The recommended setting and the reasons; None if the system refuses every setting."""
 
     setting: Setting | None
     reasons: list[str]
 
 
 def recommend(report: ReadingReport) -> Recommendation:
-    """The simplest setting that is at most a tenth slower than the fastest, or no slower beyond the spread of rounds.
+    """Recommend the simplest setting that is at most 10% slower than the fastest, or within the spread of rounds.
 
-    Settings are compared by the time that a pack takes over three epochs. Where memory cannot keep the whole shard, all
-    three count like the first one, since the second was fast only if memory kept the sample.
+    Settings are compared by the time that a pack takes over three epochs. If the whole shard does not fit in memory,
+    all three count like the first one, because the second was fast only if the sample stayed in memory.
     """
     usable = [one for one in report.settings if one.rounds and one.refused is None]
     if not usable:
         return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.settings])
 
     def seconds(times: ReadTimes) -> float:
-        """Seconds to read a pack once in each of three epochs."""
+        """Return the seconds to read a pack once in each of three epochs."""
         later = times.second if report.subject.fits else times.first
         return 1 / times.first.rate + (_EPOCHS - 1) / later.rate
 
     costs = {one.setting: [seconds(times) for times in one.rounds] for one in usable}
     best = min(costs.values(), key=median)
     if report.subject.medium.kind == "network":
-        # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
+        # If the server becomes unreachable, pread fails with an error, but mapped pages kill the process (SIGBUS).
         usable.sort(key=lambda one: one.setting.backend == "mmap")
     chosen = next(
         one
@@ -298,7 +298,7 @@ def recommend(report: ReadingReport) -> Recommendation:
 
 
 def _reasons(report: ReadingReport, chosen: SettingTimes, num_usable: int) -> Iterator[str]:
-    """Why a setting was chosen: first where the shard lies, then what was measured."""
+    """Yield the reasons for a setting: first the medium of the shard, then the measurements."""
     subject, medium = report.subject, report.subject.medium
     if medium.kind == "memory":
         yield f"{medium.filesystem} keeps the shard in memory: there is no disk to save"
@@ -326,11 +326,11 @@ def _reasons(report: ReadingReport, chosen: SettingTimes, num_usable: int) -> It
         yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
 
 
-# ---- the report, for programs and for people ----
+# ---- the report, as JSON and as text ----
 
 
 def _epoch_dict(report: ReadingReport, one: SettingTimes, which: EpochName) -> dict[str, Any]:
-    """Medians over the rounds of one setting."""
+    """Return the medians over the rounds of one setting."""
     epochs = one.epochs(which)
     rates = [epoch.rate for epoch in epochs]
     return {
@@ -344,7 +344,7 @@ def _epoch_dict(report: ReadingReport, one: SettingTimes, which: EpochName) -> d
 
 
 def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any]:
-    """All that was measured, and the recommendation."""
+    """Return all measurements and the recommendation."""
     subject, options, sample = report.subject, report.options, report.sample
     settings = []
     for one in report.settings:
@@ -374,7 +374,7 @@ def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any
 
 
 def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str]:
-    """A heading, a line a setting, and the recommendation with its reasons."""
+    """Yield a heading, one line per setting, and the recommendation with its reasons."""
     yield from _heading(report)
     yield ""
     rows = [_COLUMNS, *(_row(report, one) for one in report.settings)]
@@ -407,7 +407,7 @@ def _row(report: ReadingReport, one: SettingTimes) -> list[str]:
 
 
 def _heading(report: ReadingReport) -> Iterator[str]:
-    """Yield lines on the data that was read, its location, and any difference from the requested reading."""
+    """Yield what was read, its medium, and whether the measurement was as intended (cold, limit reached)."""
     subject, options, sample = report.subject, report.options, report.sample
     medium, limit = subject.medium, options.limit
     ahead = "" if medium.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(medium.read_ahead_nbytes)}"
@@ -460,7 +460,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure, print, and return the exit code."""
     with ExitStack() as stack:
         limit = None
         if arguments.memory_limit:
@@ -485,7 +485,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The tool as a function; returns the exit code. Without ``argv`` it is a program, which ends with the tool."""
+    """Run the tool and return the exit code. Without ``argv`` it runs as the program, which ends with the tool."""
     with standard_streams() as output:
         parser = build_parser()
         arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Convert packed SFT data between formats: the same as ``megatron-sft-idx convert``."""
+"""Convert packed SFT data to another format: runs ``megatron-sft-idx convert``."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""Megatron-core models of packed rows, on any machine: ways to attend, and what stands in for CUDA where there is none.
+"""Megatron-core models for packed rows on any machine: kinds of attention, and CPU substitutes for CUDA calls.
 
-``thd`` hands the boundaries to the attention (``PackedSeqParams``), ``mask`` forbids what crosses them, ``unpacked``
-gives every sequence its own row. All see the same tokens, and all must learn the same. ``te`` is ``thd`` with the
-kernels of Transformer Engine, which need a GPU.
+``thd`` passes the boundaries to the attention (``PackedSeqParams``). ``mask`` masks attention across them.
+``unpacked`` puts every sequence into its own row. All three get the same tokens and must learn the same. ``te`` is
+``thd`` with the kernels of Transformer Engine, which need a GPU.
 
-megatron-core 0.16 names the device ``cuda`` in its optimizer, its schedules and its gradient buffers, checks gradients
-by the name of their CUDA type, and keeps random states of the GPU. ``megatron_device`` turns those into their CPU
-counterparts while it is entered. Where CUDA exists it does nothing at all, so a script may always enter it.
+megatron-core 0.16 hard-codes the device ``cuda`` in its optimizer, its schedules and its gradient buffers, checks
+gradients by the name of their CUDA type, and keeps random states of the GPU. Inside the context ``megatron_device``,
+these use the CPU instead. On a machine with CUDA the context does nothing, so a script can always enter it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.batch import Tensors, segments_of
 
-# ---- ways to attend ----
+# ---- kinds of attention ----
 
 
 ATTENTION = ("thd", "mask", "unpacked", "te")
@@ -47,7 +47,7 @@ _TOKENWISE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class SegmentAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each segment of ``cu_seqlens``, one at a time: THD without Transformer Engine."""
+    """Causal attention inside each segment of ``cu_seqlens``, one segment at a time: THD without Transformer Engine."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Query [positions, heads, size], key and value [positions, groups, size] to [positions, heads * size]."""
+        """Attend: query [positions, heads, size], key, value [positions, groups, size] to [positions, heads * size]."""
         if packed_seq_params is None:
             raise ValueError("packed_seq_params: None, but this attention knows its segments only from there")
         bounds = packed_seq_params.cu_seqlens_q_padded
@@ -95,7 +95,7 @@ def _require_known(attention: str) -> None:
 
 
 def layer_spec(attention: str) -> ModuleSpec:
-    """A transformer layer of megatron.core that attends in this way. ImportError: ``te`` without Transformer Engine."""
+    """Return a megatron.core layer with this attention. ImportError: ``te`` without Transformer Engine."""
     _require_known(attention)
     if attention == "te":
         if find_spec("transformer_engine") is None:
@@ -111,7 +111,7 @@ def layer_spec(attention: str) -> ModuleSpec:
 
 
 def build_gpt(config: TransformerConfig, attention: str, vocab_size: int, length: int) -> GPTModel:
-    """A model that attends in this way. ImportError: ``te`` without Transformer Engine."""
+    """Build a model with this attention. ImportError: ``te`` without Transformer Engine."""
     return GPTModel(
         config,
         layer_spec(attention),
@@ -123,7 +123,7 @@ def build_gpt(config: TransformerConfig, attention: str, vocab_size: int, length
 
 
 def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor]:
-    """Return the arguments of the model for a batch, and the loss mask in the shape of the returned losses."""
+    """Return the model's arguments for a batch, and the loss mask in the shape of the losses that it returns."""
     laid = laid_out(batch, attention)
     length, device = laid["tokens"].shape[1], laid["tokens"].device
     inputs: dict[str, Any] = {
@@ -142,7 +142,7 @@ def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor
 
 
 def laid_out(batch: Tensors, attention: str, keys: Sequence[str] = _TOKENWISE) -> Tensors:
-    """Reshape tensors with one value per position, [rows, length] each, to the shape of the model and its losses."""
+    """Return tensors with one value per position, [rows, length], in the shape of the model's inputs and losses."""
     _require_known(attention)
     if attention in ("thd", "te"):
         return {key: batch[key].reshape(1, -1) for key in keys}
@@ -150,7 +150,7 @@ def laid_out(batch: Tensors, attention: str, keys: Sequence[str] = _TOKENWISE) -
 
 
 def packed_seq_params(batch: Tensors) -> PackedSeqParams:
-    """The boundaries of a whole batch, its rows laid end to end as one."""
+    """Return the boundaries of a whole batch, with its rows concatenated."""
     logical = _end_to_end(batch["cu_seqlens"])
     padded = _end_to_end(batch["cu_seqlens_padded"]) if "cu_seqlens_padded" in batch else None
     longest = int(batch["max_seqlen"].max())
@@ -166,20 +166,20 @@ def packed_seq_params(batch: Tensors) -> PackedSeqParams:
 
 
 def _end_to_end(cu_seqlens: Tensor) -> Tensor:
-    """Offsets of each row, [rows, width], to offsets in all rows laid end to end; entries that repeat stay so."""
+    """Convert offsets of each row, [rows, width], to offsets in the concatenated rows; repeated entries are kept."""
     lengths = cu_seqlens.diff(dim=1).flatten()
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def block_mask(batch: Tensors) -> Tensor:
-    """Megatron's mask, bool [rows, 1, length, length]: True where a position may not look, ahead or across."""
+    """Return Megatron's mask, bool [rows, 1, length, length]: True for later positions and for other sequences."""
     segment = segments_of(batch)
     across = segment[:, :, None] != segment[:, None, :]
     return (across | torch.ones_like(across).triu(1))[:, None]
 
 
 def _unpacked(batch: Tensors, keys: Sequence[str]) -> Tensors:
-    """Return every segment as its own row, padded at the end, where causal attention never looks."""
+    """Return each segment as its own row, padded at the end, which causal attention of earlier positions never sees."""
     spans = [
         (row, start, stop)
         for row, bounds in enumerate(batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist())
@@ -195,15 +195,16 @@ def _unpacked(batch: Tensors, keys: Sequence[str]) -> Tensors:
 
 
 def current_device() -> torch.device:
-    """The GPU of this process, or the CPU."""
+    """Return the GPU of this process, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """While entered, what Megatron asks of CUDA is given by the CPU; nothing where CUDA exists.
+    """Redirect Megatron's CUDA calls to the CPU inside this context; do nothing if there is CUDA.
 
-    ``torch.cuda`` is changed for all threads of the process, calls that name a device in this thread only.
+    ``torch.cuda`` is changed for all threads of the process. Calls with a device argument are changed only in this
+    thread.
     """
     if torch.cuda.is_available():
         yield
@@ -220,14 +221,14 @@ def megatron_device() -> Iterator[None]:
 
 
 class _CpuStream:
-    """A stream that nothing waits for: on the CPU, what was called is done."""
+    """A stream without waiting: on the CPU, calls are complete when they return."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
-# Functions that Megatron calls itself: the device everywhere, streams when it reduces gradients (0.19 and later), the
-# last one before it writes a checkpoint.
+# The CUDA functions that Megatron calls: current_device everywhere, current_stream when gradients are reduced (0.19 and
+# later), synchronize before it writes a checkpoint.
 _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
     "current_stream": lambda *_, **__: _CpuStream(),
@@ -236,7 +237,7 @@ _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites calls of torch functions that name the device ``cuda``."""
+    """Rewrite calls of torch functions with the device ``cuda``."""
 
     def __torch_function__(
         self,
@@ -261,7 +262,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def connect() -> None:
-    """Join the process group that ``torchrun`` describes, or form one with only this process."""
+    """Join the process group of ``torchrun``, or create one with only this process."""
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     if torch.distributed.is_torchelastic_launched():
@@ -269,12 +270,12 @@ def connect() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group(backend)
     else:
-        # A store in memory needs no free port: no other process will join.
+        # No other process joins, so a store in memory is enough; it needs no free port.
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch and Megatron; without CUDA Megatron's tracker of GPU random states stands aside."""
+    """Seed torch and Megatron; without CUDA, do not use Megatron's tracker of GPU random states."""
     torch.manual_seed(seed)
     without = not torch.cuda.is_available()
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=without, force_reset_rng=True)

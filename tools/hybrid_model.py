@@ -1,7 +1,7 @@
 """Megatron-core's ``HybridModel``, which replaces ``GPTModel`` from 0.18 on, with the layers of ``gpt_model.py``.
 
-A block of ``GPTModel`` is two layers here: attention (``*`` in the pattern) and an MLP (``-``). The same seed gives
-both models the same weights, and the same losses.
+A block of ``GPTModel`` corresponds to two layers here: attention (``*`` in the pattern) and an MLP (``-``). With the
+same seed, both models have the same weights and the same losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = "*-"
 
 
 class LocalStack(HybridStack):  # type: ignore[misc]
-    """The layers followed by torch's norm: Megatron's own class takes Transformer Engine's, which needs a GPU."""
+    """A layer stack with torch's final norm: Megatron's class uses that of Transformer Engine, which needs a GPU."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **named: Any) -> None:
         super().__init__(config, *args, **named, post_layer_norm=False)
@@ -33,7 +33,7 @@ class LocalStack(HybridStack):  # type: ignore[misc]
 
 
 def stack_spec(layer: ModuleSpec) -> ModuleSpec:
-    """Attention and MLP layers for any machine: the halves of a layer of ``GPTModel`` without Transformer Engine."""
+    """Return attention and MLP layers for any machine: the halves of a ``GPTModel`` layer, no Transformer Engine."""
     whole = layer.submodules
     # Use the names of Transformer Engine's layers in checkpoints.
     names = whole.sharded_state_dict_keys_map
@@ -57,7 +57,7 @@ def stack_spec(layer: ModuleSpec) -> ModuleSpec:
 
 
 def build_hybrid(config: TransformerConfig, attention: str, vocab_size: int, length: int) -> HybridModel:
-    """A model of ``config.num_layers / 2`` blocks that attends in this way (``gpt_model.ATTENTION``).
+    """Build a model with ``config.num_layers / 2`` blocks and this attention (``gpt_model.ATTENTION``).
 
     ImportError: ``te`` without Transformer Engine.
     """

@@ -1,4 +1,4 @@
-"""Show the content of a shard: the same as ``megatron-sft-idx inspect``."""
+"""Show the content of a shard: runs ``megatron-sft-idx inspect``."""
 
 import sys
 

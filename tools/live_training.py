@@ -1,4 +1,4 @@
-"""Live data for a training script that has Megatron's arguments: options, the loader, states in checkpoints."""
+"""Live data for a training script with Megatron's arguments: options, the loader, and states in checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_sft_idx.training import Tensors, parallel_multiple
 logger = get_logger("megatron_sft_idx.live")
 
 LIVE = "live:"
-# Options that only chunks have: one of them implies that the folder has chunks, or will have them.
+# Options that are only for chunks. If one is given, the folder has chunks or will have them.
 _OF_CHUNKS = ("tokenizer_model", "samples_per_chunk", "num_chunks", "end_after")
 
 
@@ -49,7 +49,7 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{option}", type=kind, default=default, metavar=unit, help=said)
 
 
-# Name, type, least value, default, what it is given, and what it says.
+# Name, type, minimum, default, metavar and help of each option.
 _LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("live-window", int, 0, 1, "N", "shards of a rank that are shuffled together; 0 takes packs as they are stored"),
     ("max-wait", float, 0, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
@@ -69,15 +69,15 @@ _CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
 
 
 def is_live(args: argparse.Namespace) -> bool:
-    """Whether ``--data-path`` names live data."""
+    """Return whether ``--data-path`` is live data."""
     return any(path.startswith(LIVE) for path in args.data_path or ())
 
 
 def check_live_options(args: argparse.Namespace) -> None:
-    """FormatError where live data and other options do not go together, or a number is too small.
+    """Raise FormatError if other options cannot be combined with live data, or a number is too small.
 
     Args:
-        args: Megatron's arguments, the options of ``add_live_options``, and other options of the script.
+        args: the arguments of Megatron, of ``add_live_options`` and of the script.
     """
     name = " ".join(args.data_path)
     if len(args.data_path) > 1:
@@ -97,26 +97,26 @@ def check_live_options(args: argparse.Namespace) -> None:
         ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
         ("data_cache_path", None, "there is no index to build once"),
     ):
-        if getattr(args, option, None) not in (off, None):  # not every script has it, nor a default for it
+        if getattr(args, option, None) not in (off, None):  # the script may lack the option or a default for it
             raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
     for option, _, least, *_ in (*_LIVE_OPTIONS, *_CHUNK_OPTIONS):
         value = getattr(args, option.replace("-", "_"))
-        if least is not None and value is not None and not value >= least:  # nor is it NaN
+        if least is not None and value is not None and not value >= least:  # also refuses NaN
             raise FormatError(f"--{option} {value}, expected {least} or more")
     if getattr(args, "chat_template", None) and not args.tokenizer_model:
         raise FormatError("--chat-template is for raw chats: give --tokenizer too")
 
 
 def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None) -> LiveData:
-    """The live data of this process's data-parallel rank; a context manager.
+    """Open the live data of this process's data-parallel rank; returns a context manager.
 
     Args:
-        args: Megatron's arguments and the options of ``add_live_options``.
-        encoding: how the lines of chunks become sequences, where they are raw chats.
+        args: the arguments of Megatron and of ``add_live_options``.
+        encoding: how to convert lines of chunks to sequences, if they are raw chats.
 
     Raises:
-        FormatError: what is in the folder and the arguments do not go together.
-        SFTIndexError: nothing came into the folder in time.
+        FormatError: the arguments do not fit the content of the folder.
+        SFTIndexError: no data came into the folder in time.
     """
     folder = args.data_path[0][len(LIVE) :]
     chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
@@ -177,7 +177,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
 
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
-    """Raise FormatError if a run that saves would start over although an earlier run has acknowledged shards."""
+    """Raise FormatError if a run with ``--save`` would start over although an earlier run has acknowledged data."""
     goes_on = args.load is not None and not getattr(args, "finetune", False)
     if args.save is None or goes_on or args.fresh:
         return
@@ -190,75 +190,78 @@ def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
 
 
 class LiveData(Iterator[Tensors]):
-    """Micro-batches of this rank, and what all ranks do together about checkpoints; a context manager.
+    """Micro-batches of this rank, and the collective steps for checkpoints; a context manager.
 
     Args:
         shards: the live data.
-        config: how this rank reads them.
-        ending: entered while this is; declares the end where the producer does not, on one process.
+        config: how this rank reads it.
+        ending: a context that is entered together with this one. On one process, it declares the end of the data if the
+            producer does not.
     """
 
     def __init__(self, shards: LiveShards, config: LiveConfig, ending: AbstractContextManager[None]) -> None:
         self._shards, self._config, self._ending = shards, config, ending
         self._loader = LiveLoader(shards, config)
         self._saved, self._begun = self._loader.state, False
-        # The states of all ranks that were acknowledged last; None before the first step.
+        # The last acknowledged states of all ranks; None before the first step.
         self._committed: list[RankState] | None = None
 
     def __next__(self) -> Tensors:
         if not self._begun:
             self._begun = True
-            # Shards that an earlier job acknowledged beyond this point will be read again and must not be removed.
+            # An earlier job may have acknowledged shards after this point. They will be read again: do not remove them.
             if _leads():
                 self._loader.commit()
         return next(self._loader)
 
     @property
     def vocab_size(self) -> int | None:
-        """How many ids the tokenizer has, by a shard, which this waits for; None where neither shard nor producer says.
+        """Number of ids of the tokenizer, from the newest shard or the producer's file; None if it is not recorded.
+
+        Waits until the catalog is there.
 
         Raises:
-            FormatError: training would come to a stop, since the producer may not be as far ahead as training needs.
+            FormatError: training would block, because the producer may not run as far ahead as training needs.
         """
         shards = self._shards
         if isinstance(shards, LiveChunks):
             return None if shards.encoder is None else shards.encoder.tokenizer.vocab_size
-        assert isinstance(shards, CatalogShards)  # open_live makes no others
+        assert isinstance(shards, CatalogShards)  # open_live makes no other kind
         self._loader.require_room()
-        # No shard is there where a job that has completed all of them is started again; the producer's file still is.
+        # If a job that has completed all shards is restarted, there is no shard, but the producer's file still exists.
         header, producer = shards.newest(shards.header), shards.producer()
         said = header.metadata if header else producer.options if producer else {}
         return stated_in(said, "tokenizer", "vocab_size", int)
 
     def gather_states(self) -> list[dict[str, Any]]:
-        """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
+        """Return the states of all ranks, for the common part of a checkpoint; all ranks must call this together."""
         self._saved = self._loader.state
         return states_to_json(self._gather(self._saved))
 
     def _gather(self, state: RankState) -> list[RankState]:
         deal = state.deal
         states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
-        # All ranks have the same deal, which may have thousands of leftovers, so it need not be sent.
+        # All ranks have the same deal, so it is not sent; it may have thousands of leftovers.
         small = replace(state, deal=Deal(deal.size))
         torch.distributed.all_gather_object(states, small, group=parallel_state.get_data_parallel_group())
         return [replace(each, deal=deal) for each in states]
 
     def commit(self) -> None:
-        """Acknowledge what was gathered last, once every process has put its part of the checkpoint on disk."""
+        """Acknowledge the last gathered states when every process has written its part of the checkpoint."""
         torch.distributed.barrier()
         if _leads():
             self._loader.commit(self._saved.to_json())
         self._committed = self._gather(self._saved)
 
     def is_blocked(self) -> bool:
-        """Whether the next step may need a shard that its producer may publish only once more is committed.
+        """Return whether the next step may need a shard that the producer publishes only after another commit.
 
-        Called by all processes together, between two steps. See ``LiveLoader.may_need_commit``.
+        All processes must call this together, between two steps. See ``LiveLoader.may_need_commit``.
         """
         loader = self._loader
         loader.prepare()
         if not loader.needs_acks:
-            return False  # on all ranks alike, so that they need not ask each other before every step
+            return False  # the same on all ranks, so that no communication is needed before every step
         if self._committed is None:
             self._committed = self._gather(loader.state)
         blocked = loader.may_need_commit(self._committed)
@@ -267,10 +270,10 @@ class LiveData(Iterator[Tensors]):
         return bool(flag)
 
     def deal_anew(self) -> None:
-        """Redistribute the packs that no rank has trained on. All ranks must call this together, right after a commit.
+        """Redistribute the packs that no rank has trained on; all ranks must call this together right after a commit.
 
-        A rank whose shards have more packs falls behind the others, and the producer waits for the shards that this
-        rank has not completed. Every pack still comes exactly once.
+        A rank whose shards have more packs falls behind the others, and the producer waits for this rank to complete
+        its shards. Every pack still comes exactly once.
         """
         states = self.gather_states()
         self._loader.close()
@@ -282,10 +285,10 @@ class LiveData(Iterator[Tensors]):
         logger.info("%s: what is left is dealt out anew", self._shards.folder)
 
     def load_states(self, states: Any) -> None:
-        """Resume from the states in a checkpoint, made by a job with any number of ranks.
+        """Continue from the states in a checkpoint, which may be from a job with another number of ranks.
 
         Raises:
-            FormatError: the checkpoint has no such states, as one of a job on finished data.
+            FormatError: the checkpoint has no such states, for example because its job used finished data.
         """
         if not isinstance(states, list):
             raise FormatError(
@@ -306,13 +309,13 @@ class LiveData(Iterator[Tensors]):
 
 
 def _leads() -> bool:
-    """Whether this process speaks for its data-parallel rank, whose other processes read the same."""
+    """Return whether this process represents its data-parallel rank; all processes of the rank read the same data."""
     others = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
     return not any(getattr(parallel_state, f"get_{other}_rank")() for other in others)
 
 
 def _holds_chunks(folder: str, max_wait: float) -> bool:
-    """Whether a folder holds chunks, or is a catalog of shards; waits until it is one of them."""
+    """Return whether a folder has chunks (True) or is a catalog of shards (False); wait until it is one of them."""
     catalog, waiter = Catalog(folder), Waiter(f"rank {parallel_state.get_data_parallel_rank()}")
     for waited in waiter.looks(lambda: f"{folder}: neither a catalog nor chunks are there yet"):
         if waited > max_wait:

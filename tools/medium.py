@@ -1,4 +1,4 @@
-"""The limits of read speed: the medium of a file, and the memory available for its pages."""
+"""Factors of reading speed: the medium of a file, and the memory that is available for the page cache."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NETWORK = {
 
 @dataclass(frozen=True)
 class Medium:
-    """The medium that a file is stored on.
+    """The storage medium of a file.
 
     Attributes:
         filesystem: type of the file system, such as ``ext4``.
         source: its device or server.
-        kind: where it keeps its bytes. A file system in user space (FUSE) counts as ``network``, since most are that.
-        read_ahead_nbytes: the most that the kernel reads at once when one page is needed; None where unknown.
+        kind: where it stores data. File systems in user space (FUSE) count as ``network``, because most of them are.
+        read_ahead_nbytes: the maximum that the kernel reads at once when one page is needed; None if unknown.
     """
 
     filesystem: str
@@ -42,16 +42,16 @@ class Medium:
 
 
 def medium_kind(filesystem: str) -> MediumKind:
-    """Return the kind of medium of a file system type."""
+    """Return where a file system of this type stores data."""
     if filesystem in _MEMORY:
         return "memory"
     return "network" if filesystem in _NETWORK or filesystem.startswith("fuse") else "disk"
 
 
 def medium_of(path: str) -> Medium:
-    """Return the medium that stores a file."""
+    """Return the medium of a file."""
     mount, device, ahead = mount_of(path), os.stat(path).st_dev, None
-    # A container without sysfs does not have this file, nor does a file system without a disk.
+    # This file does not exist in a container without sysfs, or for a file system without a disk.
     with contextlib.suppress(OSError):
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         ahead = int(setting.read_text()) * 1024
@@ -59,7 +59,7 @@ def medium_of(path: str) -> Medium:
 
 
 class Mount(NamedTuple):
-    """The mount point of a file system, its type, and its device or server."""
+    """A mount: its folder, the type of the file system, and its device or server."""
 
     folder: str
     filesystem: str
@@ -67,14 +67,14 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
-    """Return the mount of a path: the nearest mounted folder above it, and the last mount on that folder."""
+    """Return the mount of a path: the nearest folder above it; if several are mounted on one folder, the last."""
     real = os.path.realpath(path)
     found = Mount("", "", "")
     with open(table, encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             head, _, tail = line.rstrip("\n").partition(" - ")
             names = (head.split(" ")[4], *tail.split(" ")[:2])
-            # The table has a backslash and 040 for a blank.
+            # The table escapes special characters in octal, for example a blank as backslash 040.
             mount = Mount(*(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name) for name in names))
             is_above = os.path.commonpath([mount.folder, real]) == mount.folder
             if is_above and len(mount.folder) >= len(found.folder):
@@ -86,9 +86,9 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
 
 
 def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Ask the kernel to drop files from the page cache. Pages that some process maps stay, and so do all of tmpfs."""
+    """Ask the kernel to drop files from the page cache. Pages that a process maps stay, and so does all of tmpfs."""
     for path in paths:
-        # Pages that are not on the disk yet are not dropped; some file systems cannot sync.
+        # Sync first, because unwritten pages are not dropped; some file systems cannot sync.
         with open(path, "rb", buffering=0) as file, contextlib.suppress(OSError):
             os.fsync(file.fileno())
         drop_cached(path)
@@ -98,7 +98,7 @@ def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def available_nbytes() -> int:
-    """Return the memory that the page cache can use: available memory, or the lowest limit of our control groups."""
+    """Return the memory for the page cache: available memory, or the smallest limit of the process's control groups."""
     with open("/proc/meminfo") as file:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     group = _limit_of_group()
@@ -111,10 +111,10 @@ def available_nbytes() -> int:
 
 
 def _limit_of_group() -> Path | None:
-    """The file that limits the memory of this process's control group; None where there is none.
+    """Return the file that limits the memory of this process's control group; None if there is none.
 
-    Version 1 of control groups has a hierarchy for memory, version 2 one for all. In a container only a part of the
-    hierarchy may be mounted, while the path of the group begins at its root.
+    Version 1 of control groups has a separate hierarchy for memory; version 2 has one for everything. In a container,
+    only a part of the hierarchy may be mounted, although the path of the group begins at its root.
     """
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -129,9 +129,9 @@ def _limit_of_group() -> Path | None:
 
 
 class MemoryLimit(NamedTuple):
-    """A control group whose processes, and the pages they bring into the cache, take no more than ``nbytes`` together.
+    """A control group with a limit of ``nbytes`` for its processes and the pages that they bring into the cache.
 
-    A process writes 0 into ``cgroup.procs`` in its ``folder`` to enter.
+    A process enters the group by writing 0 into ``cgroup.procs`` in ``folder``.
     """
 
     nbytes: int
@@ -140,18 +140,18 @@ class MemoryLimit(NamedTuple):
 
 @contextlib.contextmanager
 def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
-    """A control group with little memory, in which a shard is read as if it were larger than memory.
+    """Create a control group with little memory, to read a shard as if it were larger than memory.
 
-    ``ulimit`` cannot do that: it limits a process's own memory, and the page cache belongs to no process.
+    ``ulimit`` cannot do this: it limits the memory of a process, and the page cache does not belong to a process.
 
     Raises:
-        OSError: no control group may be made; the message says why, and what to do.
+        OSError: creating a control group is not allowed; the message says why and what to do.
     """
     folder = _make_group(nbytes)
     try:
         yield MemoryLimit(nbytes, folder)
     finally:
-        # A group can be removed only when its last process has ended. One that stays does no harm.
+        # A group can be removed only when its last process has ended. A leftover group is harmless.
         for _ in range(100):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -164,7 +164,7 @@ def _make_group(nbytes: int) -> Path:
     limit = _limit_of_group()
     if limit is not None:
         own = limit.parent
-        # In version 2, a group with processes has no limited groups below it, but can have limited siblings.
+        # In version 2, a group with processes cannot have groups with limits below it, but it can have them next to it.
         for parent in (own, own.parent) if limit.name == _LIMIT_2 else (own,):
             folder = parent / f"megatron-sft-idx-{os.getpid()}"
             try:
@@ -173,7 +173,7 @@ def _make_group(nbytes: int) -> Path:
                 reason = f"{folder}: {error.strerror}"
                 continue
             try:
-                # Mode r+, as this file must not be made: it is there if the kernel's memory controller is.
+                # Mode r+ does not create the file: it exists only if the kernel's memory controller does.
                 with open(folder / limit.name, "r+") as file:
                     file.write(str(nbytes))
                 return folder

@@ -1,4 +1,4 @@
-"""Many shards to one: ``megatron-sft-idx merge``; after the word ``split``, one to many: ``megatron-sft-idx split``.
+"""Merge shards with ``megatron-sft-idx merge``; with ``split`` as the first word, run ``megatron-sft-idx split``.
 
 python tools/merge_sft.py data/parts --output-prefix data/train
 python tools/merge_sft.py split data/train --shards 8 --output-prefix parts/train

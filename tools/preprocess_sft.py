@@ -1,4 +1,4 @@
-"""Turn chats into a packed shard: the same as ``megatron-sft-idx preprocess``."""
+"""Make a packed shard from chats: runs ``megatron-sft-idx preprocess``."""
 
 import sys
 

@@ -1,20 +1,20 @@
-"""Train a language model on packed SFT data with only megatron.core: a script to read, and to start from.
+"""Train a language model on packed SFT data with megatron.core only: a script to read and to start from.
 
-Next to it, ``hybrid_model.py`` makes the model, a ``HybridModel``, or ``gpt_model.py`` a ``GPTModel`` where
-megatron.core is older than 0.18 and has no other. ``live_training.py`` adds live data.
+``hybrid_model.py`` makes the model, a ``HybridModel``. With megatron.core before 0.18, which does not have it,
+``gpt_model.py`` makes a ``GPTModel``. ``live_training.py`` has the code for live data.
 
-On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
+Runs with or without a GPU, in one process or under ``torchrun`` (data parallel)::
 
     python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --train-iters 1000
     torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --attention te --bf16
 
-or while the data is still being made, from a catalog or a folder of JSONL chunks::
+It can also train while the data is still being made, from a catalog or a folder of JSONL chunks::
 
     python tools/pretrain_sft.py --data-path live:data/catalog --seq-length 4096 --train-iters 20000
 
-Options have the names and meanings of Megatron-LM. The same command continues from its latest checkpoint, also with
-another number of processes. The exit code is 0; 1 after an error, with one line that describes it; 2 for a wrong
-option.
+Options have the same names and meanings as in Megatron-LM. The same command resumes from the latest checkpoint, with
+any number of processes. The exit code is 0 for success, 1 for an error, with a line that describes it, and 2 for a
+wrong option.
 """
 
 from __future__ import annotations
@@ -85,32 +85,32 @@ HYBRID = find_spec("megatron.core.models.hybrid") is not None
 if HYBRID:
     from hybrid_model import BLOCK, build_hybrid
 
-# Called with every batch that this process trains on, before it does.
+# Called with every batch of this process before it is used.
 Observer = Callable[[Tensors], None]
 _LATEST = "latest_checkpointed_iteration.txt"
-# dist_checkpointing writes this file last: a checkpoint that has it is complete.
+# The file that dist_checkpointing writes last: a checkpoint with this file is complete.
 _WRITTEN_LAST = "metadata.json"
-# The folder in --save where a checkpoint lies until it is whole.
+# The folder in --save for a checkpoint that is not yet complete.
 _UNFINISHED = "unfinished"
-# Error texts of gloo's and NCCL's collectives after another process has ended.
+# Parts of the error messages of gloo and NCCL collectives when another process has ended.
 _LEFT_ALONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "communicator was aborted")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and once, however many processes were given the same options."""
+    """An argument parser that reports an error in one line, and only on rank 0."""
 
     def error(self, message: str) -> NoReturn:
-        """End with 2."""
+        """Print the error and exit with 2."""
         if os.environ.get("RANK", "0") == "0":
             log_line(f"{self.prog}: error: {message}")
         raise SystemExit(2)
 
 
 class Renamed(argparse.Action):
-    """An option that has another name now."""
+    """An option that was renamed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        """Refuse it by naming the other."""
+        """Refuse the option and give its new name."""
         parser.error(f"{self.option_strings[0]} is called {self.const} now: torchrun takes the old name for its own")
 
 
@@ -207,7 +207,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if is_live(args) and args.loss_by_source:
         parser.error("--loss-by-source: live data does not say which files it will come from; leave it out")
-    if args.save and find_spec("psutil") is None:  # megatron.core would hang when it writes a checkpoint
+    if args.save and find_spec("psutil") is None:  # without it, megatron.core hangs while it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     if args.hidden_size % args.num_attention_heads:
         parser.error(f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads")
@@ -215,15 +215,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.read = read_options(args, parser)
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     args.consumed_train_samples = 0
-    args.data_record = None  # of live data, whose states in a checkpoint say the same
+    args.data_record = None  # not needed for live data: its states in a checkpoint have the same information
     return args
 
 
 def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Reject unusable folders of checkpoints, and set ``--load`` to the folder to continue from, if any.
+    """Refuse unusable folders of checkpoints, and set ``args.load`` to the folder to resume from, if any.
 
-    This is the folder with the later checkpoint, ``--save`` or ``--load``, and ``--save`` if they are equal. If it is
-    ``--load``, no complete checkpoint in ``--save`` can have a step that the run has yet to reach.
+    This is ``--save`` or ``--load``, whichever has the later checkpoint; if they are equal, ``--save``. If it is
+    ``--load``, all complete checkpoints in ``--save`` must have lower numbers, so that none is overwritten.
     """
     try:
         loaded = latest_step(args.load) if args.load else None
@@ -241,7 +241,7 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
         )
     if args.finetune and loaded is None:
         parser.error("--finetune: the weights are missing; give --load, a folder of checkpoints")
-    if args.finetune and begun is not None:  # it is this run that is continued
+    if args.finetune and begun is not None:  # resume this run instead
         args.finetune, args.load, loaded = False, None, None
     leads = os.environ.get("RANK", "0") == "0"
     if args.save and begun is None and loaded is None and (args.save / _UNFINISHED).exists() and leads:
@@ -264,17 +264,17 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Return the steps of all complete checkpoints in a folder, in order."""
+    """Return the step of each complete checkpoint in a folder, in ascending order."""
     found = [path.parent.name for path in folder.glob(f"iter_*/{_WRITTEN_LAST}")]
     return sorted(int(name.removeprefix("iter_")) for name in found if name.removeprefix("iter_").isdecimal())
 
 
 def latest_step(folder: Path) -> int | None:
-    """Return the step of the latest checkpoint in a folder, or None if there is none.
+    """Return the step of the latest checkpoint in a folder; None if there is none.
 
-    If the file with the latest step is missing, this is the newest complete checkpoint.
+    If the file with the number of the latest checkpoint is missing, this is the newest complete checkpoint.
 
-    FormatError: the step cannot be determined, or there are checkpoints and none is complete.
+    FormatError: the file cannot be read, or there are checkpoints but none is complete.
     """
     path = folder / _LATEST
     try:
@@ -296,7 +296,7 @@ def latest_step(folder: Path) -> int | None:
 
 
 def build_model(args: argparse.Namespace) -> DistributedDataParallel:
-    """A model wrapped for data parallel training."""
+    """Build a model that is wrapped for data-parallel training."""
     config = TransformerConfig(
         num_layers=args.num_layers * len(BLOCK) if HYBRID else args.num_layers,
         is_hybrid_model=HYBRID,
@@ -311,12 +311,12 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # These fused kernels are extensions that megatron.core does not bring along.
+        # These fused kernels are extensions that do not come with megatron.core.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bf16=args.bf16,
         pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-        # Every trained token counts the same, in whichever pack, micro-batch and rank it lies.
+        # Every trained token has the same weight, independent of its pack, micro-batch and rank.
         calculate_per_token_loss=True,
     )
     build = build_hybrid if HYBRID else build_gpt
@@ -338,12 +338,12 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
 def loss_function(
     loss_mask: Tensor, files: Tensor | None, count: int, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the summed loss, its divisor once all micro-batches and ranks are summed, and both to report.
+    """Return the summed loss, its divisor, and a report of both; divide after summing over micro-batches and ranks.
 
-    With ``files``, the file of each position out of ``count`` files, both are also reported for each file.
+    If the files of the positions are given, ``count`` of them, both values are also reported per file.
 
-    The divisor is that of Megatron-LM: the summed weights of a micro-batch, truncated to an integer. For a mask of
-    zeros and ones this is the number of trained tokens.
+    The divisor is counted as in Megatron-LM: the sum of the weights of a micro-batch, truncated to an integer. For a
+    mask of 0 and 1, this is the number of trained tokens.
     """
     loss = (losses.float() * loss_mask).sum()
     trained = loss_mask.float().sum().int()
@@ -360,7 +360,7 @@ def forward_step(
     batches: Iterator[Tensors],
     model: DistributedDataParallel,
 ) -> tuple[Tensor, Any]:
-    """One micro-batch through the model, as ``forward_backward_func`` wants it."""
+    """Run one micro-batch through the model, as ``forward_backward_func`` requires."""
     batch = next(batches)
     if observe:
         observe(batch)
@@ -379,15 +379,15 @@ def run_step(
     observe: Observer | None = None,
     by_source: dict[str, float] | None = None,
 ) -> float:
-    """All micro-batches of a global batch, forward and, in training, backward; the mean loss of its trained tokens.
+    """Run all micro-batches of a global batch, with backward unless ``forward_only``; return the mean trained loss.
 
     Args:
-        args: as ``parse_arguments`` gives them.
-        model: as ``build_model`` makes it.
+        args: the result of ``parse_arguments``.
+        model: the result of ``build_model``.
         batches: micro-batches of this process.
         forward_only: do not train.
-        observe: is shown every micro-batch before it is used.
-        by_source: the names of the input files; their mean losses are put here.
+        observe: called with every micro-batch before it is used.
+        by_source: the names of the input files; receives their mean losses.
     """
     sources = list(by_source or ())
     micro_batches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
@@ -413,20 +413,20 @@ def run_step(
 def checkpoint_state(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, *, loading: bool = False
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint, as shards that any number of processes can write and read."""
+    """Return the content of a checkpoint, sharded so that any number of processes can write and read it."""
     weights = model.module.sharded_state_dict()
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
 
 def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: Any, live: LiveData | None) -> None:
-    """Write ``iter_N`` in ``--save``; it counts once the file that names the latest one is replaced.
+    """Write ``iter_N`` in ``--save``; it is the latest checkpoint once the file with the latest number is replaced.
 
-    It has this name only once it is whole: after a kill, a folder ``iter_N`` that is not whole was damaged otherwise.
+    The folder gets this name only when it is complete. An incomplete ``iter_N`` is therefore not the result of a kill.
     """
     target, first = args.save / f"iter_{step:07d}", torch.distributed.get_rank() == 0
     unfinished = args.save / _UNFINISHED
     if first:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
         unfinished.mkdir(parents=True)
     torch.distributed.barrier()
     common = {"step": step, "samples": args.consumed_train_samples, "data": args.data_record}
@@ -440,17 +440,17 @@ def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: 
         fresh.replace(args.save / _LATEST)
         print_lines([f"saved {target}"])
     if live:
-        live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
+        live.commit()  # data that the checkpoint covers will not be read again, so its producer may remove it
 
 
 class Begun(NamedTuple):
-    """The checkpoint that is continued; nothing where there is none.
+    """The checkpoint to resume from; the defaults mean that there is none.
 
     Attributes:
         source: its folder.
-        steps: the steps before it.
-        samples: the samples before it; the batch size can have been different.
-        data: what ``data_record`` said of its run; None where the checkpoint does not say, as after live data.
+        steps: number of steps that were done.
+        samples: number of samples that were consumed; the batch size may have been different.
+        data: the ``data_record`` of its run; None if the checkpoint has none, for example after live data.
     """
 
     source: str = ""
@@ -460,7 +460,7 @@ class Begun(NamedTuple):
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """Return the latest checkpoint of a folder that has at least one. FormatError: it is missing."""
+    """Return the latest checkpoint in a folder that has at least one. FormatError: it is missing."""
     latest = folder / f"iter_{latest_step(folder) or 0:07d}"
     if not latest.is_dir():
         raise FormatError(f"{latest}: missing, and {_LATEST} names it; put it back, or write the number of another one")
@@ -468,7 +468,7 @@ def latest_checkpoint(folder: Path) -> Path:
 
 
 def begun(args: argparse.Namespace) -> Begun:
-    """Return the checkpoint of the run to continue; none with ``--finetune``, which loads only weights."""
+    """Return the checkpoint to resume from. With ``--finetune``, only weights are loaded and nothing is resumed."""
     if args.load is None or args.finetune:
         return Begun()
     source = latest_checkpoint(args.load)
@@ -477,17 +477,17 @@ def begun(args: argparse.Namespace) -> Begun:
 
 
 def sources_of(dataset: Any) -> list[StoredPacks | PlannedPacks | PretrainingPacks]:
-    """Return the pack source of a data set, or of each member of a blend; an empty list for live data or no data."""
+    """Return the source of packs of a data set, or of each member of a blend; empty for live data or no data."""
     members = getattr(dataset, "datasets", [dataset])
     return [member.source for member in members if isinstance(member, PackedSFTDataset)]
 
 
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
-    """Return the options and shard ids that determine the batches of finished data and their order."""
+    """Return what determines the batches of finished data and their order: options, and the ids of the shards."""
     paths, weights = get_blend_from_list(args.data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
     shards = [(source.content, share) for source, share in zip(sources_of(dataset), shares, strict=True)]
-    # Packs that are planned at start-up, and rows of pretraining data, depend on their length too.
+    # Packs that are planned at start-up and rows of pretraining data also depend on the sequence length.
     corpora = [source for source in sources_of(dataset) if isinstance(source, PretrainingPacks)]
     length = {"--seq-length": args.seq_length} if args.repack or corpora else {}
     options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
@@ -496,9 +496,9 @@ def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
 
 
 def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, Any]) -> None:
-    """FormatError where a checkpoint's samples are not the first samples of this run: some would come twice or never.
+    """Raise FormatError if a checkpoint's samples are not the first ones of this run: some would be repeated or lost.
 
-    Shards may have moved: they are the same as long as their ids are.
+    Shards may have moved; they are compared by their ids.
     """
     remedy = (
         "samples would come twice or never; give the old value, or begin anew in another --save, with --finetune from"
@@ -533,9 +533,9 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
 
 
 def use_names_of(source: str, args: argparse.Namespace, state: dict[str, Any]) -> None:
-    """Have a state ask for its tensors by the names of a checkpoint, which may be that of the other model.
+    """Rename the tensors of a state to the names in a checkpoint, which may have the other model class.
 
-    FormatError: Megatron does not translate between the two.
+    FormatError: Megatron does not convert between the two.
     """
     names = dist_checkpointing.load_tensors_metadata(source)
     if ("decoder.final_norm.weight" in names) == HYBRID:
@@ -558,14 +558,14 @@ def use_names_of(source: str, args: argparse.Namespace, state: dict[str, Any]) -
 def load_checkpoint(
     args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
-    """Take the checkpoint that is continued, or the weights, if there are any. Return the number of steps before it."""
+    """Load the checkpoint to resume from, or only weights, if there are any; return the number of steps done."""
     if args.finetune:
         weights = latest_checkpoint(args.load)
         state = {"model": model.module.sharded_state_dict()}
         use_names_of(str(weights), args, state)
         found = dist_checkpointing.load(state, str(weights))
         model.module.load_state_dict(found["model"])
-        optimizer.reload_model_params()  # it may keep a copy of them in float32
+        optimizer.reload_model_params()  # it may have a float32 copy of them
         if torch.distributed.get_rank() == 0:
             print_lines([f"beginning with the weights of {weights}"])
     source, step, _, _ = begun(args)
@@ -583,14 +583,14 @@ def load_checkpoint(
 
 
 class Log:
-    """Logs one line per step from the first process: to the terminal, and as JSON if requested."""
+    """Log one line per step on the first process: to the terminal, and as JSON if requested."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.speaks = torch.distributed.get_rank() == 0
         self.interval, self.path, self.begin = args.log_interval, args.metrics, time.perf_counter()
 
     def __call__(self, step: int, **values: float) -> None:
-        """Say what a step came to."""
+        """Log the values of a step."""
         if not self.speaks:
             return
         if self.path:
@@ -601,7 +601,7 @@ class Log:
             self.say(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s")
 
     def say(self, line: str) -> None:
-        """Print a line, once."""
+        """Print a line on the first process only."""
         if self.speaks:
             print_lines([line])
 
@@ -617,29 +617,29 @@ def train(
     live: LiveData | None = None,
     sources: Sequence[str] = (),
 ) -> list[float]:
-    """Train from ``step`` to the last one, or to the end of live data; the loss of every step.
+    """Train from ``step`` to the last step, or to the end of live data; return the loss of every step.
 
     Args:
-        args: as ``parse_arguments`` gives them.
-        model: as ``build_model`` makes it.
-        optimizer: of the model.
+        args: the result of ``parse_arguments``.
+        model: the result of ``build_model``.
+        optimizer: the optimizer of the model.
         batches: micro-batches of this process.
-        step: steps already taken.
-        observe: is shown every micro-batch before it is used.
-        live: the batches' source, where it is live.
-        sources: names of the input files whose losses are reported.
+        step: number of steps already done.
+        observe: called with every micro-batch before it is used.
+        live: the source of the batches, if it is live data.
+        sources: names of the input files whose losses are logged.
     """
     log, losses, saved = Log(args), [], step
     model.train()
     for now in range(step + 1, args.train_iters + 1):
         if live and args.save and live.is_blocked():
-            # The producer waits for what a checkpoint completes, and the next step may need what it has not made.
+            # The producer waits for a checkpoint to complete shards, and the next step may need data not yet made.
             if saved < now - 1:
                 save_checkpoint(args, now - 1, model, optimizer, live)
                 saved = now - 1
             if live.is_blocked():
                 live.deal_anew()
-        # Live data ends for all processes at once, between two steps.
+        # Live data ends for all processes at the same time, between two steps.
         if (first := next(batches, None)) is None:
             log.say(f"the data ended after step {now - 1}, before --train-iters {args.train_iters}")
             break
@@ -660,9 +660,9 @@ def train(
 
 
 def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
-    """Rows of the embedding: as wanted, else enough for the tokenizer that made the data, rounded up to suit a GPU.
+    """Return the rows of the embedding: ``wanted``, or the size of the data's tokenizer rounded up to suit a GPU.
 
-    FormatError: the data does not say how many tokens its tokenizer has, or there are more than are wanted.
+    FormatError: the data does not record the size of its tokenizer, or the size is above ``wanted``.
     """
     known: list[int | None]
     if isinstance(dataset, LiveData):
@@ -683,7 +683,7 @@ def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
 
 
 def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Tensors]:
-    """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
+    """Return micro-batches for this process, after ``consumed`` samples of all processes."""
     rows = rows_of(dataset)
     sampler = PackedBatchSampler(
         rows,
@@ -698,7 +698,7 @@ def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Itera
 
 
 def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Tensors]) -> float:
-    """The mean loss of ``--eval-iters`` global batches."""
+    """Return the mean loss of ``--eval-iters`` global batches."""
     model.eval()
     with torch.no_grad():
         losses = [run_step(args, model, batches, forward_only=True) for _ in range(args.eval_iters)]
@@ -706,7 +706,7 @@ def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: 
 
 
 def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:
-    """Everything, in a process group that exists; the losses of the steps taken."""
+    """Run the whole training in an existing process group; return the losses of the steps."""
     if is_live(args):
         with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
@@ -722,11 +722,11 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
 
 
 def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Observer | None) -> list[float]:
-    """Train a new model, or one from a checkpoint, and evaluate it."""
+    """Train a new model, or a model from a checkpoint, and evaluate it."""
     args.vocab_size = vocabulary_of(training, args.vocab_size)
     for dataset in (training, validation):
         for source in sources_of(dataset):
-            if isinstance(source, PretrainingPacks):  # these have no header with the size of the vocabulary
+            if isinstance(source, PretrainingPacks):  # it has no header with the size of the tokenizer
                 source.vocab_size = args.vocab_size
     seed_everything(args.seed)
     model = build_model(args)
@@ -749,10 +749,10 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print errors of data, options and files as one line on standard error, and exit with 1.
+    """Report errors of data, options and files in one line on standard error, and exit with 1.
 
-    If several processes meet the same error, one prints it. A process that only lost its peers prints nothing if
-    another process has printed the reason. A bug keeps its traceback.
+    If several processes have the same error, only one reports it. A process whose collective failed because another
+    process ended reports nothing if another process has reported an error. Bugs keep their traceback.
     """
     left_alone = False
     try:
@@ -760,13 +760,13 @@ def one_line_errors() -> Iterator[None]:
     except (SFTIndexError, CheckpointingException, OSError, ImportError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
     except RuntimeError as error:
-        # torchrun ends what is left of a job; the process that failed has said why.
+        # torchrun ends the remaining processes of a job; the process that failed has reported the reason.
         if not any(words in str(error) for words in _LEFT_ALONE):
             raise
         left_alone, message = True, "another process has ended, which says why"
     else:
         return
-    with contextlib.suppress(Exception):  # the store may have gone with the first process
+    with contextlib.suppress(Exception):  # the store may have ended with the first process
         said = _get_default_store().add("said", 1) > 1
         if _get_default_store().add(f"said {message}", 1) > 1 or (left_alone and said):
             raise SystemExit(1)
@@ -775,9 +775,9 @@ def one_line_errors() -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Have this process end within seconds after ``torchrun``, if that started it, was killed.
+    """End this process within seconds if it was started by ``torchrun`` and ``torchrun`` was killed.
 
-    Otherwise ranks whose launcher is gone would continue to train and keep their devices.
+    Without this, ranks would continue training without their launcher and keep their devices.
     """
     if not torch.distributed.is_torchelastic_launched():
         return
@@ -787,21 +787,21 @@ def end_with_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(1)
-        # In its own thread, because a pipe without a reader can be full.
+        # In a separate thread, because writing to a full pipe without a reader would block.
         speaker = threading.Thread(target=log_line, args=(words,), daemon=True)
         speaker.start()
         speaker.join(2)
-        if os.getpgrp() == os.getpid():  # as torchrun has it: with what this rank started, as for checkpoints
+        if os.getpgrp() == os.getpid():  # the case under torchrun: also end processes of this rank, as for checkpoints
             os.killpg(0, signal.SIGKILL)
-        os._exit(1)  # whatever the main thread waits for, such as other ranks
+        os._exit(1)  # even if the main thread waits, for example for other ranks
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def main() -> None:
     end_with_launcher()
-    with standard_streams():  # a closed pipe or a full disk does not end training
-        # Output of libraries contains line ends; lines of this script are escaped when they are made.
+    with standard_streams():  # a closed pipe or a full disk does not end the training
+        # Output of libraries contains line ends; lines of this script are escaped where they are made.
         sys.stdout, sys.stderr = unescaped(sys.stdout), unescaped(sys.stderr)
         args = parse_arguments()
         logging.basicConfig(format="%(message)s")
@@ -819,7 +819,7 @@ if __name__ == "__main__":
     except SystemExit as ending:
         if not (isinstance(ending.code, int) and torch.distributed.is_initialized()):
             raise
-        for started in multiprocessing.active_children():  # such as Megatron's for checkpoints, which wait for work
+        for started in multiprocessing.active_children():  # such as Megatron's checkpoint workers, which wait for work
             started.kill()
-        # Torch may abort if Python ends while the group's threads run, and ending these may wait for other ranks.
+        # Torch may abort if Python ends while threads of the group run, and ending them may wait for other ranks.
         os._exit(ending.code)

@@ -1,6 +1,6 @@
-"""The process whose reading is measured: it reads two epochs of a shard by one setting, and ends.
+"""The measured process: it reads two epochs of a shard with one setting, and ends.
 
-Each measurement has its own process, so that no map or cache that an earlier one left makes it faster or slower.
+Each measurement uses a new process, so that no memory map or cache of an earlier measurement affects it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-# How many packs are announced at once, a few batches: while packs 0 to 31 are read, 32 to 63 are announced.
+# Number of packs that are announced at once, about a few batches: while packs 0 to 31 are read, 32 to 63 are announced.
 AHEAD = 32
 
 Order = Literal["shuffled", "sequential"]
@@ -36,9 +36,9 @@ class Setting:
 
     Attributes:
         backend: how bytes are read.
-        advice: the access pattern announced to the kernel.
+        advice: advice to the kernel about the order.
         schedule: whether ``Shard.schedule`` is called.
-        huge_pages: whether the kernel is asked to map by huge pages.
+        huge_pages: whether the kernel is asked to map with huge pages.
     """
 
     backend: Backend = "mmap"
@@ -48,29 +48,29 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For people, such as ``mmap, random, schedule``."""
+        """Readable name, such as ``mmap, random, schedule``."""
         advice = [self.advice] * (self.advice != "normal")
         return ", ".join([self.backend, *advice, *["schedule"] * self.schedule, *["huge pages"] * self.huge_pages])
 
     @property
     def options(self) -> list[str]:
-        """The options that differ from the defaults, as a program writes them."""
+        """The options that differ from the defaults, as Python arguments."""
         values = {"backend": self.backend, "advice": self.advice, "huge_pages": self.huge_pages}
         return [f"{name}={value!r}" for name, value in values.items() if value != getattr(Setting, name)]
 
     @property
     def call(self) -> str:
-        """How a program asks for this setting."""
+        """The Python call for this setting."""
         opened = f"Shard({', '.join(['prefix', *self.options])})"
         return f"{opened}, with schedule() ahead of use" if self.schedule else opened
 
     @property
     def training(self) -> str:
-        """How training asks for this setting; its loaders call ``schedule`` themselves."""
+        """The configuration for this setting in training; its loaders call ``schedule`` themselves."""
         return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self.options)}))"
 
 
-# The simplest first: of settings that are equally good the first one is recommended.
+# The simplest setting first: if several settings are equally good, the first one is recommended.
 SETTINGS = (
     Setting(),
     Setting(advice="random"),
@@ -86,15 +86,15 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Two epochs of one shard, to be read and timed by a process.
+    """A request to read and time two epochs of one shard in a process.
 
     Attributes:
-        prefix: the shard's.
+        prefix: prefix of the shard.
         packs: the numbers of the packs.
         setting: how the packs are read.
         order: order of the packs in each epoch.
-        max_seconds: seconds after which an epoch ends, all packs read or not.
-        group: folder of the control group that the process enters first; None to stay in its own.
+        max_seconds: seconds after which an epoch ends, even if packs are left.
+        group: folder of the control group that the process enters first; None to stay in the current one.
     """
 
     prefix: str
@@ -105,7 +105,7 @@ class ReadRequest:
     group: str | None = None
 
     def in_order(self, packs: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Packs in the order of an epoch, int64 [packs]."""
+        """Return packs in the order of an epoch, int64 [packs]."""
         return np.random.default_rng(epoch).permutation(packs) if self.order == "shuffled" else np.sort(packs)
 
 
@@ -114,10 +114,11 @@ class Epoch:
     """One pass over the packs.
 
     Attributes:
-        packs: how many were read; fewer than were asked for where time ran out.
-        seconds: what reading them took.
+        packs: number of packs read; fewer than requested if time ran out.
+        seconds: time that reading them took.
         nbytes: bytes of these packs.
-        disk_nbytes: bytes the process made the storage read, ahead of use or not; 0 where that is not counted.
+        disk_nbytes: bytes that the process made the storage read, including read-ahead; 0 if the kernel does not count
+            them.
     """
 
     packs: int
@@ -127,24 +128,24 @@ class Epoch:
 
     @property
     def rate(self) -> float:
-        """Packs a second."""
+        """Packs per second."""
         return self.packs / self.seconds
 
     @property
     def amplification(self) -> float:
-        """Bytes read from the disk for each byte of a pack."""
+        """Bytes read from the disk per byte of a pack."""
         return self.disk_nbytes / max(self.nbytes, 1)
 
 
 class ReadTimes(NamedTuple):
-    """The epoch after the page cache was dropped, and a second one over the packs that the first had time for."""
+    """The epoch after the page cache was dropped, and a second epoch over the packs that were read in the first."""
 
     first: Epoch
     second: Epoch
 
 
 class ShardReader:
-    """``Shard`` as a measured process reads it: tokens and mask of a pack are copied, as into a batch."""
+    """The reader in a measured process: it copies tokens and mask of each pack of a ``Shard``, as for a batch."""
 
     def __init__(self, request: ReadRequest) -> None:
         setting = request.setting
@@ -154,31 +155,32 @@ class ShardReader:
         self._ids, self._mask = np.zeros(longest, header.token_dtype), np.zeros(longest, header.mask_dtype)
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """Announce packs that are read soon, in this order."""
+        """Announce packs that will be read soon, in this order."""
         self._shard.schedule(packs)
 
     def read(self, pack: int) -> int:
-        """Copy a pack out; returns the bytes of tokens, mask and boundaries."""
+        """Copy a pack and return the number of bytes of its tokens, mask and boundaries."""
         found = self._shard[pack]
         ids, mask = found["input_ids"], found["loss_mask"]
         self._ids[: len(ids)], self._mask[: len(ids)] = ids, mask
         return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
 
 
-# Opens what a measured process reads: an object with a method ``read``, and ``schedule`` for settings that call it.
+# Opens the reader of a measured process: an object with a method ``read``, and ``schedule`` for settings that call it.
 Opener = Callable[[ReadRequest], Any]
 
 # ---- in the measured process ----
 
 
 def read_epoch(reader: Any, packs: NDArray[np.int64], *, scheduled: bool, max_seconds: float) -> Epoch:
-    """Read packs in the order given, until all are read or the time is over; one pack is always read.
+    """Read packs in the given order until all are read or the time is over; at least one pack is read.
 
     Args:
-        reader: what an ``Opener`` returned.
+        reader: the result of an ``Opener``.
         packs: int64 [packs], not empty.
-        scheduled: whether ``reader.schedule`` gets the next ``AHEAD`` packs before the current ones are read.
-        max_seconds: seconds after which no further pack is begun.
+        scheduled: whether to announce the next ``AHEAD`` packs with ``reader.schedule`` before the current ones are
+            read.
+        max_seconds: seconds after which no further pack is started.
     """
     nbytes = count = 0
     disk = _disk_nbytes()
@@ -197,16 +199,16 @@ def read_epoch(reader: Any, packs: NDArray[np.int64], *, scheduled: bool, max_se
 
 
 def _disk_nbytes() -> int:
-    """Bytes that this process has made the storage read so far; 0 where the kernel does not count them."""
+    """Return the bytes that this process has made the storage read so far; 0 if the kernel does not count them."""
     with suppress(OSError, StopIteration), open("/proc/self/io") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
     return 0
 
 
 def _answer(request: ReadRequest, open_reader: Opener, connection: Connection) -> None:
-    """Run in the measured process: send the ``ReadTimes`` of a request, or the error."""
+    """Run a request in the measured process, and send its ``ReadTimes`` or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
-    logging.disable(logging.WARNING)  # else each round would warn if huge pages are refused
+    logging.disable(logging.WARNING)  # otherwise each round would warn if huge pages are refused
     answer: ReadTimes | FormatError | OSError
     try:
         if request.group is not None:
@@ -223,22 +225,22 @@ def _answer(request: ReadRequest, open_reader: Opener, connection: Connection) -
     connection.send(answer)
 
 
-# ---- in the process that measures ----
+# ---- in the measuring process ----
 
 
 def run_request(request: ReadRequest, open_reader: Opener = ShardReader) -> ReadTimes:
-    """Have a new process answer a request. It is forked from a server that has imported the package: it starts at once.
+    """Run a request in a new process. It starts fast, because it is forked from a server that has the package loaded.
 
     Args:
-        request: what is read.
-        open_reader: opens the data set; it is pickled, so it must be a name in a module.
+        request: the request.
+        open_reader: opens the reader; it is pickled, so it must be a name in a module.
 
     Raises:
         FormatError: the shard is bad.
-        OSError: the system does not let the shard be read in this way, or ended the process.
+        OSError: the system does not allow this way of reading, or ended the process.
     """
     context = get_context("forkserver")
-    # Not this module: the server does not look in the folder of the program that started it.
+    # Not this module: the server does not search the folder of the program that started it.
     context.set_forkserver_preload(["megatron_sft_idx.shard"])
     _start_server()
     answers, child_end = context.Pipe(duplex=False)
@@ -253,7 +255,7 @@ def run_request(request: ReadRequest, open_reader: Opener = ShardReader) -> Read
         ending = f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
         raise OSError(f"its process {ending}") from None
     finally:
-        child.kill()  # it has nothing to lose
+        child.kill()  # safe: it has nothing to write
         child.join()
         answers.close()
     if isinstance(answer, Exception):
@@ -262,10 +264,10 @@ def run_request(request: ReadRequest, open_reader: Opener = ShardReader) -> Read
 
 
 def _start_server() -> None:
-    """Start multiprocessing's fork server, and the resource tracker that comes with it, unless they run already.
+    """Start multiprocessing's fork server and its resource tracker, unless they are running.
 
-    Python starts them with the current folder first on their path, where a file may have the name of any module. So
-    this process changes to the root folder meanwhile, in which only an administrator can leave a file.
+    Python starts them with the current folder first on their path, and a file there could shadow any module. This
+    process therefore changes to the root folder for the start, where only an administrator can create files.
     """
     before = os.open(os.curdir, os.O_PATH | os.O_CLOEXEC)  # O_PATH: the folder need not be readable
     try:

@@ -1,4 +1,4 @@
-"""Repair a damaged shard: the same as ``megatron-sft-idx rebuild``."""
+"""Repair a damaged shard: runs ``megatron-sft-idx rebuild``."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Packs to batches: an order, sources of packs, the assembler and its loader, and what Megatron is handed of these.
+"""Batches from packs: the order of samples, sources of packs, batch assembler and loader, and data sets for Megatron.
 
-Nothing here writes a shard. What imports Megatron is imported from its own module and not offered here: that takes
-seconds, and worker processes do without it. So what batches are made by (``rows``, ``sources``, ``fetch``, ``batch``,
-``loader``) may import torch and not Megatron.
+Nothing here writes a shard. Modules that import Megatron are not re-exported here, because that import takes seconds
+and worker processes do not need it. The modules that make batches (``rows``, ``sources``, ``fetch``, ``batch``,
+``loader``) can therefore import torch, but not Megatron.
 """
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors, parallel_multiple

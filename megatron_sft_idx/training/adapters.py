@@ -1,11 +1,11 @@
 """Data sets for other trainers: verl, NeMo Automodel and torchtitan; docs/trainers.md has a section for each.
 
-Trainers differ in where they look for what is trained. A mask of ours is aligned with labels: entry j is about
-predicting token j + 1. ``pack_row`` turns it into labels of the next token, with -100 where nothing is trained;
-``ShardSequences`` into a mask aligned with tokens, whose entry j is about token j itself. All ids and labels are
-int64: in the dtype of a shard, uint16, -100 has no place.
+Trainers represent trained tokens in different ways. The loss mask of a shard is aligned with labels: entry j says
+whether predicting token j + 1 is trained. ``pack_row`` converts the mask to labels of the next token, with -100 where
+nothing is trained. ``ShardSequences`` converts it to a mask aligned with tokens, in which entry j says whether token j
+is trained. All ids and labels are int64, because uint16, the dtype of many shards, cannot hold -100.
 
-Nothing here imports a trainer. Where a class has to derive from one of theirs, the page has the few lines that do.
+Nothing here imports a trainer. If a class must derive from a class of the trainer, docs/trainers.md shows the code.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _REMEDY = "train on them with one of the losses of docs/preferences.md"
 
 @shown_by_fields
 class PackRow(NamedTuple):
-    """One pack as a row of fixed length, filled up with id 0; ``pack_row`` makes it.
+    """One pack as a row of fixed length, padded with id 0; made by ``pack_row``.
 
     Attributes:
         input_ids: int64 [length].
         labels: int64 [length]: entry j is token j + 1 if it is trained, else -100. Padding has -100.
-        position_ids: int64 [length]; they restart at 0 with every sequence, and with the padding at the end of the row.
+        position_ids: int64 [length]; they restart at 0 in every sequence and in the padding at the end of the row.
         lengths: tokens in each sequence, int64 [sequences].
-        padded_lengths: the same with the padding behind each sequence, int64 [sequences]. The padding at the end of
-            the row is not counted.
+        padded_lengths: tokens in each sequence including the padding after it, int64 [sequences]. The padding at the
+            end of the row is not counted.
     """
 
     input_ids: NDArray[np.int64]
@@ -55,10 +55,10 @@ class PackRow(NamedTuple):
 
 
 def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
-    """A pack as a row of ``length`` positions, in which each sequence takes a multiple of ``sequence_multiple``.
+    """Return a pack as a row of ``length`` positions, with each sequence padded to a multiple of ``sequence_multiple``.
 
     Raises:
-        FormatError: the pack needs more positions, or its loss mask has weights other than 0 and 1.
+        FormatError: the pack does not fit into the row, or its loss mask has weights other than 0 and 1.
 
     Example:
         >>> from megatron_sft_idx import Shard
@@ -91,7 +91,7 @@ def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
 
 
 def _require_binary(mask: NDArray[Any]) -> None:
-    """FormatError where a loss mask has weights other than 0 and 1."""
+    """Raise FormatError if a loss mask has weights other than 0 and 1."""
     if has_weights(mask):
         raise FormatError(
             "a loss mask has weights other than 0 and 1, which this trainer would round; train with Megatron, or with"
@@ -100,7 +100,7 @@ def _require_binary(mask: NDArray[Any]) -> None:
 
 
 def _text_shards(source: Any, ignore_media: bool) -> ShardSet:
-    """The shards of a source; FormatError where these adapters are not to be trained on one of them."""
+    """Open the shards of a source; raise FormatError if these adapters must not train on one of them."""
     shards = ShardSet.open(source, same_capacity=False)
     for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
         require_text(prefix, header.has_media, ignore_media)
@@ -109,19 +109,20 @@ def _text_shards(source: Any, ignore_media: bool) -> ShardSet:
 
 
 class ShardSequences(Shown, Dataset[Any]):
-    """The sequences of shards one by one, for trainers that pack by themselves.
+    """The single sequences of shards, for trainers that do the packing themselves.
 
-    An item is a pair of arrays [length]: the ids, int64, and the loss mask aligned with tokens, whose entry j says
-    whether token j is trained; that of the first token is 0. The mask is int64, or float32 with ``loss_weights``.
+    An item is a pair of arrays [length]: the ids, int64, and the loss mask aligned with tokens. Entry j of the mask
+    says whether token j is trained; entry 0 is always 0. The mask is int64, or float32 with ``loss_weights``.
 
     Args:
         source: a prefix, a folder or a glob of shards, or a list of these.
         loss_weights: allow weights other than 0 and 1.
-        ignore_media: allow shards with images or audio, whose placeholder tokens are then tokens like all others.
+        ignore_media: allow shards with images or audio; their placeholder tokens then count as ordinary tokens.
 
     Raises:
-        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels, or images
-            or audio without ``ignore_media``. For an item also: its mask has weights without ``loss_weights``.
+        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels; or they
+            hold images or audio and ``ignore_media`` is not set. Reading an item also raises if its mask has weights
+            and ``loss_weights`` is not set.
 
     Example:
         >>> sequences = ShardSequences("data/chats")
@@ -153,7 +154,7 @@ class ShardSequences(Shown, Dataset[Any]):
         return self.sequence(index)
 
     def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Ids and token-aligned mask of one sequence, counted through all packs. IndexError: there is none."""
+        """Return ids and token-aligned mask of one sequence, counted over all packs. IndexError: it does not exist."""
         total = self.shards.num_sequences
         if not -total <= index < total:
             raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, the shards have {total}")
@@ -174,23 +175,23 @@ class ShardSequences(Shown, Dataset[Any]):
 
 
 class VerlDataset(ShardSequences):
-    """The data set of verl's SFT trainer, as its ``data.custom_cls``: one sequence an item.
+    """The data set for verl's SFT trainer, used as ``data.custom_cls``: one sequence per item.
 
-    An item has ``input_ids``, ``position_ids`` and ``loss_mask``, tensors [length]. verl packs sequences by itself
-    (``data.use_dynamic_bsz``). Whole packs are not handed out, as most of its engines would not keep their sequences
-    apart.
+    An item has ``input_ids``, ``position_ids`` and ``loss_mask``, tensors [length]. verl packs sequences itself
+    (``data.use_dynamic_bsz``). Items are not whole packs, because most verl engines would not keep the sequences of a
+    pack apart.
 
     Args:
-        parquet_files: shards, as of ``ShardSequences``: the value of ``data.train_files`` or ``data.val_files``.
+        parquet_files: shards, see ``ShardSequences``: the value of ``data.train_files`` or ``data.val_files``.
         tokenizer: not used; the shard holds ids.
-        config: the section ``data`` of the run. ``pad_mode`` must be ``no_padding``, its default. Two keys are ours:
-            ``loss_weights`` for masks with weights, which the FSDP engine multiplies by and the Megatron engine rounds;
-            and ``ignore_media``.
+        config: the section ``data`` of the run. ``pad_mode`` must be ``no_padding``, its default. Two keys are defined
+            by this class: ``ignore_media``, and ``loss_weights`` for masks with weights. The FSDP engine multiplies the
+            loss by these weights; the Megatron engine rounds them.
         processor: not used.
-        max_samples: how many sequences to take, the first ones; -1 is all.
+        max_samples: how many sequences to use, from the first one on; -1 is all.
 
     Raises:
-        ShardNotFoundError, FormatError: as of ``ShardSequences``; or another ``pad_mode``.
+        ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
     """
 
     def __init__(
@@ -226,22 +227,23 @@ class VerlDataset(ShardSequences):
 
 
 class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
-    """The data set of NeMo Automodel with ``packed_sequence.prepacked``, for its ``packed_sequence_thd_collater``.
+    """The data set for NeMo Automodel with ``packed_sequence.prepacked`` and ``packed_sequence_thd_collater``.
 
-    An item is a pack as a row of ``seq_length`` positions: ``input_ids``, ``labels`` and ``position_ids``, lists of
-    numbers [seq_length], the labels those of the next token; ``seq_lens`` and ``seq_lens_padded``, lists
-    [sequences]. The padding at the end of a row counts as padding of its last sequence.
+    An item is a pack as a row of ``seq_length`` positions. ``input_ids``, ``labels`` and ``position_ids`` are lists of
+    numbers [seq_length]; a label is the next token. ``seq_lens`` and ``seq_lens_padded`` are lists [sequences]. The
+    padding at the end of a row counts as padding of its last sequence.
 
     Args:
-        source: as of ``ShardSequences``; Automodel's ``dataset.source``.
+        source: see ``ShardSequences``; Automodel's ``dataset.source``.
         seq_length: positions in a row, the same as ``packed_sequence.packed_sequence_size``.
-        sequence_multiple: under context parallelism, twice its size: each sequence is filled up to a multiple. Pack
-            with ``--sequence-multiple`` of the same number, so that the packs fit.
-        ignore_media: as of ``ShardSequences``.
+        sequence_multiple: each sequence is padded to a multiple of this; under context parallelism, twice the parallel
+            size. Pack with the same ``--sequence-multiple``, so that the packs fit.
+        ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: as of ``ShardSequences``; or a pack may not fit ``seq_length``, or that is no
-            multiple of ``sequence_multiple``. For an item also: its mask has weights.
+        ShardNotFoundError, FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or
+            ``seq_length`` is not a multiple of ``sequence_multiple``. Reading an item also raises if its mask has
+            weights.
 
     Example:
         >>> item = AutomodelPacks("data/chats", 16)[6]
@@ -286,22 +288,22 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
 
 
 class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
-    """Packs for a torchtitan data loader, without end, and with the state that its checkpoints keep.
+    """An endless stream of packs for a torchtitan data loader, with state for its checkpoints.
 
-    A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. The labels are those of
-    the next token. Padding at the end of a row has positions from 0 on: a sequence by itself, without a label. Every
-    epoch is in another order. All ranks take the same number of samples from it: rank r of n takes every nth sample.
+    A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. A label is the next
+    token. The padding at the end of a row is a sequence of its own: its positions count from 0 and it has no labels.
+    Each epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
 
     Args:
-        source: as of ``ShardSequences``.
+        source: see ``ShardSequences``.
         seq_length: positions in a row, torchtitan's ``training.seq_len``.
-        rank: of this process among those with different data.
-        world_size: how many these are.
-        seed: of the orders.
-        ignore_media: as of ``ShardSequences``.
+        rank: data-parallel rank of this process.
+        world_size: number of data-parallel ranks.
+        seed: seed of the epochs' orders.
+        ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: as of ``AutomodelPacks``.
+        ShardNotFoundError, FormatError: see ``AutomodelPacks``.
 
     Example:
         >>> inputs, labels = next(iter(TorchtitanPacks("data/chats", 12)))
@@ -323,7 +325,7 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         self.shards = _text_shards(source, ignore_media)
         _require_rows(self.shards, seq_length)
         self.seq_length, self.rank, self.world_size, self.seed = seq_length, rank, world_size, seed
-        self._taken = 0  # samples that this process, or this worker of it, has handed out
+        self._taken = 0  # samples yielded by this process or data loader worker
 
     def _shown(self) -> str:
         return f"{self.shards.prefixes[0]}: rows of {self.seq_length:,}, rank {self.rank} of {self.world_size}"
@@ -344,12 +346,12 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
             yield inputs, torch.from_numpy(row.labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank has come, and in which order of which shards."""
+        """Return the position of this rank, and the shards and order that it refers to."""
         order = {"fingerprint": self.shards.fingerprint, "seed": self.seed, "world_size": self.world_size}
         return {"taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called. FormatError: of other shards or another order."""
+        """Continue where ``state_dict`` was called. FormatError: the state has other shards or another order."""
         own = self.state_dict()
         if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
             raise FormatError(
@@ -360,7 +362,7 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 def _require_rows(shards: ShardSet, seq_length: int, sequence_multiple: int = 1) -> None:
-    """FormatError where there are no packs, or one may not fit a row with its sequences rounded up."""
+    """Raise FormatError if there are no packs, or if one may not fit a row with its sequences rounded up."""
     if not len(shards):
         raise FormatError(f"{shards.prefixes[0]}: has no packs")
     for prefix, header in zip(shards.prefixes, shards.headers, strict=True):

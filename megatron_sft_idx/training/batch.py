@@ -1,22 +1,22 @@
-"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, wherever their sequences lie.
+"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, from any source of packs.
 
-A row of S = ``seq_length`` positions holds the sequences of one pack end to end, then padding. Labels are the tokens
-shifted left inside each sequence; at a sequence's last position and on padding the label is the pad id and the loss 0.
-The padding at the end is a segment of its own: it has its entry in ``cu_seqlens``, its positions count from 0, no
-sequence attends to it, and ``max_seqlen`` covers it.
+A row of S = ``seq_length`` positions holds the concatenated sequences of one pack, then padding. Labels are the tokens
+shifted left inside each sequence. At the last position of a sequence and on padding, the label is the pad id and the
+loss mask is 0. The padding at the end (the tail) is a segment of its own: it has an entry in ``cu_seqlens``, its
+positions count from 0, no sequence attends to it, and ``max_seqlen`` covers it.
 
-With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m as it is read,
-and there are two kinds of boundaries, which Transformer Engine takes side by side (``cu_seqlens_q`` and
+With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m when it is read.
+There are then two kinds of boundaries, and Transformer Engine takes both (``cu_seqlens_q`` and
 ``cu_seqlens_q_padded``):
 
-- ``cu_seqlens_padded``: where each sequence begins in the row, the tail included, then S to the end;
-- ``cu_seqlens``: running sums of the sequences' own lengths. Sequence k has ``cu_seqlens[k + 1] - cu_seqlens[k]``
-  tokens from position ``cu_seqlens_padded[k]`` on. The tail has length 0 and so has every entry after it, so the last
-  value is the number of tokens, not S: an S there would be a sequence that lies behind the row's end.
+- ``cu_seqlens_padded``: the start of each sequence in the row and of the tail; the remaining entries are S.
+- ``cu_seqlens``: running sums of the unpadded lengths. Sequence k has ``cu_seqlens[k + 1] - cu_seqlens[k]`` tokens from
+  position ``cu_seqlens_padded[k]`` on. The tail and all entries after it have length 0. The last value is therefore
+  the number of tokens, not S; with S there, a sequence would extend past the end of the row.
 
-Columns that are asked for are tensors beside the tokens, with zeros where there is nothing: columns of tokens are laid
-out as the loss mask, those of sequences have an entry for each boundary (entry k is of the sequence that begins there),
-and those of packs have one entry a row.
+Requested columns are additional tensors, filled up with zeros. Columns of tokens have the layout of the loss mask.
+Columns of sequences have one entry per boundary: entry k belongs to the sequence that begins there. Columns of packs
+have one entry per row.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from megatron_sft_idx.training.sources import (
     require_text,
 )
 
-# ---- tensors and where they lie ----
+# ---- tensors and their memory layout ----
 
 
 Form = Literal["wide", "narrow", "narrow-weighted"]
-# By name. A media step may add what is no tensor.
+# By name. A media step may add values that are not tensors.
 Tensors = dict[str, torch.Tensor]
 
 # A cache line: every tensor of a batch begins on one.
@@ -65,7 +65,7 @@ _ALIGNMENT = 64
 
 @shown_by_fields
 class BatchColumn(NamedTuple):
-    """A column as batches have it; ``width`` items a row are the last dimension where they are more than one."""
+    """A column of batches. With ``width`` > 1 items per row, ``width`` is the last dimension of its tensor."""
 
     name: str
     per: Per
@@ -76,17 +76,19 @@ class BatchColumn(NamedTuple):
 @shown_by_fields
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a micro-batch consists of.
+    """The tensors of a micro-batch.
 
     Attributes:
-        rows: how many rows, each of one pack.
-        seq_length: how many positions a row has.
-        width: how many entries a row of ``cu_seqlens`` has.
-        padded: whether sequences are padded inside the row, so that there is ``cu_seqlens_padded``.
-        form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
-            int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
-        padding_mask: whether there is a padding mask: bool, True on padding within sequences and behind them.
-        columns: the columns, [rows, seq_length], [rows, width - 1] or [rows] for those of tokens, sequences and packs.
+        rows: number of rows; each row is one pack.
+        seq_length: positions in a row.
+        width: entries in a row of ``cu_seqlens``.
+        padded: whether sequences are padded inside the row; if so, there is a ``cu_seqlens_padded``.
+        form: ``wide`` is the form that Megatron takes: tokens, labels and position_ids int64, loss_mask float32.
+            ``narrow`` has only int32 tokens and a uint8 loss_mask; in ``narrow-weighted`` the loss_mask is float32.
+            ``widen`` makes the wide form from these.
+        padding_mask: whether there is a padding mask: bool, True on padding inside the row and at its end.
+        columns: the columns. Their shape is [rows, seq_length] for tokens, [rows, width - 1] for sequences and [rows]
+            for packs.
     """
 
     rows: int
@@ -99,7 +101,7 @@ class BatchLayout:
 
     @cached_property
     def _fields(self) -> tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], int]:
-        """Name, dtype, shape and offset of every tensor, and the bytes of all."""
+        """Name, dtype, shape and offset of each tensor, and the total number of bytes."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
         if self.form == "wide":
@@ -127,11 +129,11 @@ class BatchLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage that holds all tensors."""
+        """Size in bytes of the storage that holds all tensors."""
         return self._fields[1]
 
     def carve(self, storage: torch.Tensor) -> Tensors:
-        """The tensors of a storage, uint8 [nbytes] or more, as views."""
+        """Return the tensors as views of a storage, uint8 [nbytes] or longer."""
         whole, tensors = storage.untyped_storage(), {}
         for name, dtype, shape, offset in self._fields[0]:
             strides = tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
@@ -144,21 +146,21 @@ _layout = lru_cache(maxsize=64)(BatchLayout)
 
 
 class Batch(Shown):
-    """The buffer of one micro-batch, which can be filled again and again; as a sequence, its rows.
+    """The reusable buffer of one micro-batch; as a sequence, its rows.
 
-    ``__getitems__`` of a data set returns one. The collate function ``whole_batch`` takes all of it at once; any other
-    collate function finds single rows, so that a DataLoader that knows nothing of whole batches works too, only slower.
+    ``__getitems__`` of a data set returns one. The collate function ``whole_batch`` takes it as a whole. Other collate
+    functions get single rows, so a DataLoader without ``whole_batch`` works too, but is slower.
 
     Args:
-        layout: which tensors it has.
-        pin_memory: whether to pin it for copies to a GPU, where there is one.
-        shared: whether it lies in shared memory, to be handed to another process.
-        storage: that of another batch, uint8 [nbytes]; None makes one.
+        layout: the tensors of the batch.
+        pin_memory: whether to pin the memory for copies to a GPU, if there is a GPU.
+        shared: whether to use shared memory, to pass the batch to another process.
+        storage: the storage of another batch, uint8 [nbytes]; None allocates one.
 
     Attributes:
         tensors: views of the storage, by name.
         arrays: the same as numpy arrays.
-        media: what a media step made of the images and audio in the batch, by name.
+        media: the output of the media step for the images and audio in the batch, by name.
     """
 
     def __init__(
@@ -191,15 +193,15 @@ class Batch(Shown):
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """It pickles as one tensor, and unpickles in another process as the dictionary of all tensors."""
+        """Pickle as one tensor. In another process it unpickles as the dictionary of all tensors."""
         return _unpickled, (self.layout, self.storage, self.media)
 
     def whole(self) -> Tensors | Batch:
-        """The tensors by name; the batch itself where it is in shared memory, since it pickles for less."""
+        """Return the tensors by name, or the batch itself if it is in shared memory, because it pickles faster."""
         return self if self._shared else {**self.tensors, **self.media}
 
     def head(self, rows: int) -> Batch:
-        """A batch of fewer rows in the same storage: the last batch of an epoch may be smaller."""
+        """Return a batch with fewer rows in the same storage: the last batch of an epoch may be smaller."""
         if rows == self.layout.rows:
             return self
         if not 0 <= rows < self.layout.rows:
@@ -212,7 +214,7 @@ def _unpickled(layout: BatchLayout, storage: torch.Tensor, media: dict[str, Any]
 
 
 def whole_batch(rows: Any) -> Any:
-    """The ``collate_fn`` for data sets whose ``__getitems__`` returns a ``Batch``; other rows are stacked by torch."""
+    """Collate rows of a data set whose ``__getitems__`` returns a ``Batch``; torch stacks all other rows."""
     return rows.whole() if isinstance(rows, Batch) else default_collate(rows)
 
 
@@ -220,39 +222,41 @@ def whole_batch(rows: Any) -> Any:
 
 
 def parallel_multiple(context: int | None, sequence: int) -> int:
-    """What sequences are padded to multiples of for ranks that share them; None and 0 are no parallelism, as 1 is."""
+    """Return the sequence multiple for context and sequence parallel sizes; None, 0 and 1 mean no parallelism."""
     return (2 * context if context and context > 1 else 1) * max(sequence, 1)
 
 
 class BatchAssembler(Shown, Dataset[Tensors]):
-    """Assembles micro-batches from a source of packs, in C++ and without holding the interpreter's lock.
+    """Assemble micro-batches from a source of packs, in C++ and without the interpreter's lock.
 
-    It has no buffers and pickles as its source, which is small. It is also a map-style data set of packs, and gives a
-    DataLoader whole batches at once::
+    The assembler has no buffers. Its pickle is as small as that of its source. It is also a map-style data set of packs
+    that returns whole batches to a DataLoader::
 
         loader = DataLoader(assembler, batch_sampler=batch_sampler, collate_fn=whole_batch, num_workers=2)
 
-    Without workers these are fresh tensors. A worker process hands over one tensor in shared memory that holds all of
-    them, of which the receiver makes views; handing over five tensors costs more than twice as much.
+    Without workers, these are new tensors. A worker process passes one tensor in shared memory that holds all tensors
+    of the batch, and the receiver makes views of it. Passing five tensors would cost more than twice as much.
 
     Args:
-        source: has the packs.
-        seq_length: how many positions a row has; a multiple of ``sequence_multiple``.
+        source: the source of packs.
+        seq_length: positions in a row; a multiple of ``sequence_multiple``.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        width: how many entries a row of ``cu_seqlens`` has, which must be the same for all data sets that train
-            together; None for ``most_sequences + 2`` of the source.
-        pad_id: a valid token id; None for the source's, or 0 where it knows none.
-        form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
+        width: entries in a row of ``cu_seqlens``, the same for all data sets that are trained together; None for
+            ``most_sequences + 2`` of the source.
+        pad_id: a valid token id; None for the pad id of the source, or 0 if the source has none.
+        form: ``wide`` or one of the narrow forms (see ``BatchLayout``).
         padding_mask: whether batches have a padding mask, for MoE routers.
-        columns: names of the source's columns that batches have.
-        files: what the column ``source`` numbers first, where it numbers files alike for several assemblers.
-        media: makes of the images and audio of a batch what is added to it: ``MediaInputs``, or ``keep_items``.
-        ignore_media: take packs with images or audio as if their placeholder tokens were text.
-        fetch_nbytes: how many bytes ``will_need`` may fetch ahead of remote shards.
+        columns: names of the columns of the source to add to batches.
+        files: files that get the first numbers in the column ``source``, so that several assemblers number files in the
+            same way.
+        media: makes model inputs from the images and audio of a batch, which are added to the batch: ``MediaInputs`` or
+            ``keep_items``.
+        ignore_media: accept packs with images or audio and treat their placeholder tokens as text.
+        fetch_nbytes: how many bytes of remote shards ``will_need`` may fetch ahead.
 
     Raises:
-        ValueError: arguments that contradict each other, or a source whose packs may not fit a row.
+        ValueError: arguments contradict each other, or packs of the source may not fit a row.
         FormatError: the source has no such column; or its packs have images or audio, and neither ``media`` nor
             ``ignore_media`` was passed.
     """
@@ -298,7 +302,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         self.padding_mask, self._first_files, self.media = padding_mask, files, media
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
-        # The positions of columns among the arrays of a shard; those of tokens are read together with the tokens.
+        # The positions of columns among the arrays of a shard. Columns of tokens are read together with the tokens.
         order = list(source.columns)
         self._positions = {column: 2 + order.index(column.name) for column in self.columns}
         self._per_token = [0, 1, *(position for column, position in self._positions.items() if column.per == "token")]
@@ -309,20 +313,20 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return f"rows of {self.seq_length:,} tokens, {self.form}{columns}, of {self.source!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes but the cached ``_files``."""
+        """Return all attributes except the cached ``_files``."""
         return {name: value for name, value in self.__dict__.items() if name != "_files"}
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
-        """The layout of a batch of so many rows, with rows of ``seq_length`` where it is given."""
+        """Return the layout of a batch of ``rows`` rows; ``seq_length`` overrides that of the assembler."""
         shape, padded = (rows, seq_length or self.seq_length, self.width), self.sequence_multiple > 1
         return _layout(*shape, padded, self.form, self.padding_mask, self.columns)
 
     @property
     def source_files(self) -> list[dict[str, Any]]:
-        """The files that the column ``source`` of batches numbers: the tables of all shards, united.
+        """The files to which the numbers in the column ``source`` refer: the merged tables of all shards.
 
         Raises:
-            FormatError: batches have no such column, or ``preprocess`` did not write it.
+            FormatError: batches do not have this column, or ``preprocess`` did not write it.
         """
         if all(column.name != "source" for column in self.columns):
             raise FormatError("batches without the column source do not say which files they are from; ask for it")
@@ -332,11 +336,11 @@ class BatchAssembler(Shown, Dataset[Tensors]):
 
     @cached_property
     def _files(self) -> SourceFiles | None:
-        """How ``source`` is renumbered; None where it is a column of another kind, which stays as it is."""
+        """The renumbering of ``source``; None if it is a column of another kind, which is not changed."""
         return SourceFiles.of(self.source.columns["source"], self._first_files)
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
-        """Where the sequences of these packs lie, for ``fill`` and ``will_need``."""
+        """Return the locations of the sequences of these packs, for ``fill`` and ``will_need``."""
         return self.source.segments(np.asarray(packs, np.int64))
 
     def fill(
@@ -347,16 +351,16 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         *,
         seq_length: int | None = None,
     ) -> Tensors:
-        """Write a batch into ``out``, which may have more rows; returns views of it.
+        """Write a batch into ``out``, which may have more rows, and return views of it.
 
         Args:
-            segments: what ``plan`` returned.
+            segments: the result of ``plan``.
             out: the buffer.
-            masked: bool [rows], True for rows that only fill up the batch, whose loss is zeroed.
-            seq_length: how many positions these rows have; None for ``seq_length`` of the assembler.
+            masked: bool [rows], True for rows that only fill up the batch; their loss mask is set to 0.
+            seq_length: positions in these rows; None for ``seq_length`` of the assembler.
 
         Raises:
-            ValueError: a row does not fit, or a sequence does not lie within its shard.
+            ValueError: a row does not fit, or a sequence is outside its shard.
             FormatError: a remote shard was replaced since it was opened.
             StorageError: the object store of a remote shard does not answer.
         """
@@ -398,7 +402,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return {**out.tensors, **out.media}
 
     def _media_batch(self, segments: Segments, tensors: Tensors) -> MediaBatch:
-        """What the media step is given of a batch: its sequences, and its images and audio in their order."""
+        """Return the input of the media step for a batch: its sequences, and its images and audio in order."""
         counts = np.diff(segments.offsets)
         rows, starts = np.repeat(np.arange(len(counts)), counts), _begins(segments, self.sequence_multiple)
         found = find_items(self.source, segments)
@@ -429,27 +433,28 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         *,
         masked: NDArray[np.bool_] | None = None,
     ) -> Tensors:
-        """Make a batch, one row a pack, in ``out`` or in fresh memory; ``masked`` is as for ``fill``.
+        """Make a batch with one row per pack, in ``out`` or in new memory; for ``masked``, see ``fill``.
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
-            int32 [B], and with a sequence multiple above 1 cu_seqlens_padded int32 [B, W]. Columns are of their own
-            dtypes and, with w items a row, [B, S], [B, W - 1] or [B], or, where w is above 1, that and [w].
+                int32 [B], and with a sequence multiple above 1 also cu_seqlens_padded int32 [B, W]. Columns keep their
+                dtypes. Their shape is [B, S], [B, W - 1] or [B]; with w > 1 items per row, w is an additional last
+                dimension.
         """
         segments = self.plan(packs)
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
-        """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch."""
+        """Return one row without the batch dimension; ``masked`` zeroes its loss mask, for filling up a batch."""
         batch = Batch(self.layout(1))
         self.assemble([pack], batch, masked=np.array([masked]))
         return {name: tensor[0] for name, tensor in batch.tensors.items()} | batch.media
 
     def rows(self, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None) -> Batch:
-        """A batch for a DataLoader, in shared memory in its worker processes; ``masked`` is as for ``fill``."""
+        """Return a batch for a DataLoader, in shared memory in worker processes; for ``masked``, see ``fill``."""
         in_worker, segments = get_worker_info() is not None, self.plan(packs)
         if in_worker:
-            self.will_need(segments)  # from disk, all of it at once is faster than one page after another
+            self.will_need(segments)  # from disk, reading everything at once is faster than one page after another
         batch = Batch(self.layout(len(segments.offsets) - 1), shared=in_worker)
         self.fill(segments, batch, masked)
         return batch
@@ -461,10 +466,10 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return self.source.num_packs
 
     def will_need(self, segments: Segments) -> None:
-        """Read these sequences in the background; returns at once.
+        """Read these sequences in the background; returns immediately.
 
-        The kernel is asked to read those of local shards from disk. Those of remote shards are fetched, and ``fill``
-        uses them when it is given the same object.
+        The kernel is asked to read sequences of local shards from disk. Sequences of remote shards are fetched, and
+        ``fill`` uses the result if it gets the same ``segments`` object.
         """
         shards, slots = self._shards(segments)
         arrays = self._token_arrays(shards)
@@ -478,11 +483,11 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 finder.will_need(found.items.blobs[found.slots == slot].tolist())
 
     def forget_needs(self) -> None:
-        """Drop what was fetched for batches that will not be filled."""
+        """Drop data that was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
     def _put_whole(self, whole: WholeRows, out: Tensors) -> None:
-        """Put rows that come whole into a batch that has nothing but padding in their places."""
+        """Put whole rows into a batch that has only padding in their places."""
         if "labels" not in out:
             raise ValueError(f"{self.form} batches of rows that come whole: they have no place for the last label")
         for row, shard, number in zip(*(column.tolist() for column in whole[:3]), strict=True):
@@ -499,7 +504,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             out["padding_mask"][rows] = False
 
     def _token_arrays(self, shards: Sequence[Arrays]) -> Sequence[Arrays]:
-        """Of each shard's arrays those with an item a token: tokens, masks and columns of tokens."""
+        """Return the arrays of each shard that have one item per token: tokens, masks and columns of tokens."""
         if not self.columns:
             return shards
         return [tuple(arrays[index] for index in self._per_token) for arrays in shards]
@@ -512,7 +517,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         placed: Placed,
         out: dict[str, NDArray[Any]],
     ) -> Iterator[tuple[Any, ...]]:
-        """Each column as the kernel takes it: ``PER``, bytes of a row, arrays, where rows lie in them, output."""
+        """Yield the kernel's arguments for each column: ``PER``, row bytes, arrays, slots and starts, output."""
         for column, index in self._positions.items():
             row_nbytes = np.dtype(column.dtype).itemsize * column.width
             if column.per == "token":
@@ -528,7 +533,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
 
     def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
-        """The arrays of the shards that are read, and for each sequence the position of its shard among them."""
+        """Return the arrays of the shards that are read, and for each sequence the position of its shard in them."""
         used, slots = in_slots(segments.shards, segments.used)
         if used and used[0] < 0:
             raise ValueError(f"a sequence is said to lie in shard {used[0]}")
@@ -537,12 +542,12 @@ class BatchAssembler(Shown, Dataset[Tensors]):
 
 @shown_by_fields
 class SourceFiles(NamedTuple):
-    """The files that the column ``source`` names: shards number them each for itself, batches number all of them.
+    """The files in the column ``source``: each shard has its own numbering, batches have one for all shards.
 
     Attributes:
         files: the files of all shards, each once.
-        numbers: int64, for the files of the shards' tables end to end, their positions in ``files``; None where these
-            are the numbers that every shard gives them.
+        numbers: int64, the positions in ``files`` for the files of the concatenated tables of all shards; None if these
+            equal the numbers in every shard.
         firsts: int64 [shards + 1], the position in ``numbers`` at which the table of each shard begins.
     """
 
@@ -552,15 +557,15 @@ class SourceFiles(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[ColumnSpec], first: Sequence[dict[str, Any]] = ()) -> SourceFiles | None:
-        """The files by the specs of the column in all shards, behind those in ``first``, which are all different.
+        """Merge the tables in the specs of the column in all shards. The files in ``first``, all distinct, come first.
 
-        None where the column is of another kind, or has no table.
+        Returns None if the column is of another kind or has no table.
         """
         tables = [spec.metadata.get("files") for spec in specs]
         if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
             return None
         positions = {json.dumps(file, sort_keys=True): number for number, file in enumerate(first)}
-        by_table: dict[str, list[int]] = {}  # thousands of shards mostly have one table
+        by_table: dict[str, list[int]] = {}  # thousands of shards usually share one table
         by_shard = []
         for table in tables:
             if (key := json.dumps(table, sort_keys=True)) not in by_table:
@@ -572,14 +577,14 @@ class SourceFiles(NamedTuple):
         return cls([json.loads(file) for file in positions], numbers, np.cumsum([0, *map(len, by_shard)]))
 
     def first_of(self, shard: int) -> int:
-        """The position in ``files`` of the first file in the table of a shard."""
+        """Return the position in ``files`` of the first file in the table of a shard."""
         return 0 if self.numbers is None else int(self.numbers[self.firsts[shard]])
 
     def renumber(self, values: NDArray[np.uint32], segments: Segments) -> None:
-        """Replace the numbers of shards by positions in ``files``, in a batch [packs, width - 1, 2].
+        """Replace the file numbers of shards by positions in ``files``, in a batch [packs, width - 1, 2].
 
         Raises:
-            ValueError: a number that the table of its shard does not have.
+            ValueError: a number is not in the table of its shard.
         """
         if self.numbers is None:
             return
@@ -593,14 +598,14 @@ class SourceFiles(NamedTuple):
 
 
 def _begins(segments: Segments, multiple: int) -> NDArray[np.int64]:
-    """Position in its row of the first token of each sequence, int64 [segments]."""
+    """Return the position of the first token of each sequence in its row, int64 [segments]."""
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-segments.lengths // multiple) * multiple)])
     begins: NDArray[np.int64] = ends[:-1] - np.repeat(ends[segments.offsets[:-1]], np.diff(segments.offsets))
     return begins
 
 
 def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:
-    """The padding mask, bool [packs, seq_length]: True where there is no token of a sequence."""
+    """Return the padding mask, bool [packs, seq_length]: True at positions without a token of a sequence."""
     counts, begins = np.diff(segments.offsets), _begins(segments, multiple)
     row = np.repeat(np.arange(len(counts)), counts)
     edges = np.zeros((len(counts), seq_length + 1), np.int8)
@@ -615,14 +620,14 @@ def _any_remote(shards: Sequence[Arrays]) -> bool:
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
-    """Make the wide form of a narrow batch, bit for bit as an assembler makes it, on the device where that is cheap.
+    """Make the wide form of a narrow batch on the device, where this is cheap; bit-identical to that of the assembler.
 
-    A narrow batch has 5 bytes a position to copy to the device, a wide one 28.
+    Copying a narrow batch to the device moves 5 bytes per position, a wide one 28.
 
     Args:
         batch: a batch of a narrow form, or its copy on the device.
-        pad_id: that of the assembler.
-        device: the device to copy it to; None leaves it where it is.
+        pad_id: the pad id of the assembler.
+        device: the device to copy the batch to; None does not copy.
     """
     batch = {name: _moved(tensor, device) for name, tensor in batch.items()} if device else dict(batch)
     logical, segment, tokens = batch["cu_seqlens"], segments_of(batch), batch["tokens"].long()
@@ -637,12 +642,12 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    """A tensor on another device; what is no tensor stays as it is."""
+    """Return a tensor on another device; other values are returned unchanged."""
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
 def segments_of(batch: Tensors) -> torch.Tensor:
-    """For each position the number of its sequence in the row, int64 [B, S]; padding at the end counts as one more."""
+    """Return the number of the sequence of each position, int64 [B, S]; padding at the end counts as one more."""
     bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     shape = batch["loss_mask"].shape
     places = torch.arange(shape[1], dtype=bounds.dtype, device=bounds.device).expand(shape)

@@ -1,10 +1,10 @@
-"""Brings the sequences of a batch into memory: from the maps of their shards, read for it, or fetched from a store.
+"""Bring the sequences of a batch into memory: mapped from the shard, read from disk, or fetched from an object store.
 
-A request to an object store takes tens of milliseconds, whatever its size, so a batch must not ask for one sequence
-after another. All that it needs is known when it is planned: ranges that lie close together become one, and all are
-requested at once, for several batches ahead. They are stored end to end in arrays of their size, which the kernels that
-fill batches read as they read a mapped shard. The arrays of a shard have items of different sizes, 1 byte for a mask
-and 8 for some columns: each array is requested in ranges of its own, and the sequences lie at the same places in all.
+A request to an object store takes tens of milliseconds, whatever its size, so sequences must not be requested one after
+another. All sequences of a batch are known when it is planned. Ranges that are close together are merged, and all are
+requested at once, for several batches ahead. The results are concatenated in arrays of the total size; the kernels that
+fill batches read these like a mapped shard. The arrays of a shard have items of different sizes, 1 byte for a mask and
+8 for some columns. Each array is requested with its own ranges, but sequences have the same positions in all arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.transport import request_pool
 from megatron_sft_idx.training.sources import Arrays, Segments
 
-# ---- in maps, or read for one batch ----
+# ---- local shards: memory maps, or reads for one batch ----
 
 
 @shown_by_fields
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 
     Attributes:
         arrays: sets of arrays: tokens, label-aligned loss mask, and columns of tokens.
-        slots: int32 [segments], the set that each sequence lies in.
+        slots: int32 [segments], the set of each sequence.
         starts: int64 [segments], position of its first token in that set.
     """
 
@@ -45,18 +45,18 @@ class Placed(NamedTuple):
 
 
 def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """Places sequences in memory: where all shards are mapped they stay where they are, else they are read.
+    """Place sequences in memory: if all shards are mapped, return their locations, else read them.
 
-    Those that are read lie end to end, in one set of arrays for all shards of the same dtypes.
+    Sequences that are read are concatenated in one set of arrays for all shards with the same dtypes.
 
     Args:
-        shards: tokens, loss mask and columns of tokens, of each shard that is used.
-        slots: int32 [segments], the position in ``shards`` of each sequence's shard.
+        shards: tokens, loss mask and columns of tokens of each shard that is used.
+        slots: int32 [segments], the position in ``shards`` of the shard of each sequence.
         segments: the sequences.
 
     Raises:
-        ValueError: a sequence does not lie within its shard.
-        FormatError: another shard has taken the place of one that was opened.
+        ValueError: a sequence is outside its shard.
+        FormatError: a shard was replaced since it was opened.
     """
     if all(isinstance(array, np.ndarray) for arrays in shards for array in arrays):
         return Placed(list(shards), slots, segments.starts)  # type: ignore[arg-type]
@@ -79,10 +79,10 @@ def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments
 
 
 def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> None:
-    """Have the kernel read these sequences from disk in the background; arguments as for ``place``.
+    """Ask the kernel to read these sequences from disk in the background; for the arguments, see ``place``.
 
-    The caller must call this for batches in the order in which they will be read. Within a batch tokens come first,
-    then masks, then columns, which is the order in which ``place`` reads.
+    The caller must call this for batches in the order in which they will be read. Within a batch, the order is that of
+    ``place``: tokens, masks, columns.
     """
     if not shards:  # an empty batch
         return
@@ -93,11 +93,11 @@ def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segment
 
 
 def _extents(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
-    """Joins sequences that lie behind one another in one shard, such as those of a stored pack, to extents.
+    """Join adjacent sequences of a shard, such as the sequences of a stored pack, to extents.
 
     Returns:
-        For each extent its slot, int32, the position of its first token and how many it has, int64 [extents]; and for
-        each sequence the number of its extent, int64 [segments].
+        For each extent its slot, int32, the position of its first token and its number of tokens, int64 [extents]; and
+            for each sequence the number of its extent, int64 [segments].
     """
     starts, stops = segments.starts, segments.starts + segments.lengths
     begins = np.ones(len(starts), np.bool_)
@@ -107,24 +107,24 @@ def _extents(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any]
     return slots[first], starts[first], stops[last] - starts[first], np.cumsum(begins) - 1
 
 
-# ---- fetched from object stores ----
+# ---- remote shards: fetched from object stores ----
 
 
 BUDGET_NBYTES = 256 << 20
-# Two sequences with so few bytes between them share a request, and a request asks for no more bytes than this. At 50 to
-# 100 MB/s a connection, 64 KiB cost less than another request, and above 8 MiB several connections are faster.
+# The largest gap in bytes between two sequences that share a request, and the largest request. At 50 to 100 MB/s per
+# connection, 64 KiB cost less than another request, and above 8 MiB several connections are faster.
 _GAP_NBYTES, _MAX_NBYTES = 64 << 10, 8 << 20
 
 
 @shown_by_fields
 class Ranges(NamedTuple):
-    """Ranges that cover some sequences, end to end in one array.
+    """Ranges that cover some sequences, concatenated in one array.
 
     Attributes:
         begins: int64 [ranges], position of the first token of each, ascending.
-        ends: int64 [ranges], position behind the last token of each.
-        places: int64 [sequences], position of each sequence's first token in the array of all ranges.
-        tokens: how many tokens all ranges have.
+        ends: int64 [ranges], position after the last token of each.
+        places: int64 [sequences], position of the first token of each sequence in the array of all ranges.
+        tokens: total number of tokens in all ranges.
     """
 
     begins: NDArray[np.int64]
@@ -134,10 +134,10 @@ class Ranges(NamedTuple):
 
 
 def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int, max_tokens: int) -> Ranges:
-    """Few ranges that cover sequences (int64 first tokens and lengths), in any order and overlapping as they may.
+    """Cover sequences, given by int64 starts and lengths, with few ranges. Any order and overlaps are allowed.
 
-    Sequences that are at most ``gap`` tokens apart share a range. A range has at most ``max_tokens``, unless a single
-    sequence, or several that overlap, are longer.
+    Sequences that are at most ``gap`` tokens apart share a range. A range has at most ``max_tokens`` tokens, unless a
+    single sequence, or several overlapping sequences, are longer.
     """
     order = np.argsort(starts, kind="stable")
     begins: list[int] = []
@@ -158,13 +158,13 @@ def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int, ma
 
 
 class _ArrayRead(NamedTuple):
-    """What one batch needs of one array of a remote shard.
+    """The read of one array of a remote shard for one batch.
 
     Attributes:
         array: the array.
-        needed: the ranges that are needed of it.
-        requested: the ranges that are requested of it, with the gaps between those that are needed.
-        out: the items that are needed, end to end, once all requests are answered.
+        needed: the needed ranges.
+        requested: the requested ranges, which include gaps between needed ranges.
+        out: the needed items, concatenated; complete when all requests are answered.
     """
 
     array: RemoteArray
@@ -174,7 +174,7 @@ class _ArrayRead(NamedTuple):
 
     @classmethod
     def of(cls, array: RemoteArray, needed: Ranges) -> _ArrayRead:
-        """The read of these ranges, with as few requests as the size of the array's items allows."""
+        """Plan the read of these ranges, with as few requests as the item size of the array allows."""
         size = array.dtype.itemsize
         counts = needed.ends - needed.begins
         requested = coalesce(needed.begins, counts, _GAP_NBYTES // size, _MAX_NBYTES // size)
@@ -182,17 +182,17 @@ class _ArrayRead(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are requested."""
+        """Number of bytes that are requested."""
         return self.requested.tokens * self.array.dtype.itemsize
 
     def request(self) -> list[Future[None]]:
-        """Request all ranges. The last one to arrive checks that the shard was not replaced meanwhile."""
+        """Request all ranges. The last request that completes checks that the shard was not replaced meanwhile."""
         begins, ends = self.requested.begins.tolist(), self.requested.ends.tolist()
-        num_left = iter(range(len(begins))[::-1])  # next() of a range is atomic, so threads may share it
+        num_left = iter(range(len(begins))[::-1])  # next() of a range is atomic, so threads can share it
         counts = self.needed.ends - self.needed.begins
         columns = (self.needed.begins, counts, np.cumsum(counts) - counts)
         needed = list(zip(*(column.tolist() for column in columns), strict=True))
-        # The ranges that are needed ascend, so those in one request are consecutive.
+        # Needed ranges are in ascending order, so the needed ranges of one request are consecutive.
         firsts = np.searchsorted(self.needed.begins, self.requested.begins).tolist()
 
         def read(begin: int, end: int, inside: list[tuple[int, int, int]]) -> None:
@@ -210,20 +210,20 @@ class _ArrayRead(NamedTuple):
 
 
 class _Ahead:
-    """What one batch needs of remote shards; it is requested when ``start`` is called.
+    """The reads of remote shards for one batch; they are requested when ``start`` is called.
 
     Attributes:
-        segments: the sequences as they were planned.
-        in_memory: the sequences as they will lie in memory, and for each shard the arrays that they will lie in.
-        nbytes: how many bytes are requested.
-        requests: those that were made; None before ``start``.
+        segments: the sequences as planned.
+        in_memory: the sequences with their positions in memory, and for each shard its arrays in memory.
+        nbytes: number of bytes to request.
+        requests: the requests that were made; None before ``start``.
     """
 
     def __init__(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
         self.segments = segments
         self.requests: list[Future[None]] | None = None
         self._reads: list[_ArrayRead] = []
-        starts, arrays = segments.starts.copy(), list(shards)  # those of remote shards are replaced
+        starts, arrays = segments.starts.copy(), list(shards)  # entries of remote shards are replaced below
         for shard, of_shard in enumerate(shards):
             if not isinstance(of_shard[0], RemoteArray):
                 continue
@@ -232,8 +232,8 @@ class _Ahead:
             if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(of_shard[0]):
                 raise ValueError(f"sequences outside the {len(of_shard[0])} tokens of shard {shard}")
             remote = [array for array in of_shard if isinstance(array, RemoteArray)]
-            # A sequence has one place in memory, the same in all arrays; each array has requests of its own. No range
-            # that is needed is too long for one request, in the widest array either.
+            # A sequence has the same position in memory in all arrays; each array has its own requests. Every needed
+            # range is short enough for one request, even in the array with the largest items.
             widest = max(array.dtype.itemsize for array in remote)
             needed = coalesce(first, lengths, 0, _MAX_NBYTES // widest)
             starts[members] = needed.places
@@ -253,11 +253,11 @@ class _Ahead:
 
 
 class Fetcher(Shown):
-    """Fetches what batches need of remote shards, in the order in which they are announced.
+    """Fetch the data of batches from remote shards, in the order in which the batches are announced.
 
-    The caller must fill batches in that order too: ``gather`` drops the batches that were announced before its own.
-    What is fetched ahead never exceeds ``budget``, in bytes; the batch that is being filled comes on top. ``batches``
-    are those that were announced and not filled yet, in order.
+    The caller must fill batches in the same order: ``gather`` drops all batches that were announced before its batch.
+    At most ``budget`` bytes are fetched ahead, in addition to the batch that is being filled. ``batches`` are the
+    batches that are announced and not yet filled, in order.
     """
 
     def __init__(self, budget: int = BUDGET_NBYTES) -> None:
@@ -276,7 +276,7 @@ class Fetcher(Shown):
         return self._lock
 
     def announce(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
-        """Fetch what these segments need as soon as there is room; returns at once. Arguments as for ``place``."""
+        """Fetch these segments as soon as the budget allows; returns immediately. For the arguments, see ``place``."""
         batch = _Ahead(segments, slots, shards)
         with self._locked():
             self.batches.append(batch)
@@ -285,12 +285,12 @@ class Fetcher(Shown):
     def gather(
         self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]
     ) -> tuple[Segments, list[Arrays]]:
-        """Wait until the segments are in memory; returns them as they lie there, and for each shard its arrays.
+        """Wait until the segments are in memory; return them with their positions there, and the arrays of each shard.
 
         Raises:
             FormatError: a shard was replaced since it was opened.
             StorageError: the store does not answer.
-            ValueError: a sequence reaches outside its shard.
+            ValueError: a sequence extends outside its shard.
         """
         with self._locked():
             if any(announced.segments is segments for announced in self.batches):
@@ -317,7 +317,7 @@ class Fetcher(Shown):
                 self.batches.popleft().drop()
 
     def _start(self) -> None:
-        """Request what the first batches need, as many as fit the budget. The caller must hold the lock."""
+        """Request the data of the first batches, as far as the budget allows. The caller must hold the lock."""
         room = self.budget
         for batch in self.batches:
             room -= batch.nbytes

@@ -1,7 +1,7 @@
-"""Batches on their way to the trainer: a thread that prepares them ahead.
+"""``BatchLoader``: a thread that prepares batches ahead of the trainer.
 
-``BatchLoader`` is the default. Assembling a batch takes less time than handing one over from another process, so one
-thread beside the trainer keeps a few batches ready and asks the kernel for the file pages of the next ones.
+This is the default loader. Assembling a batch takes less time than passing one over from another process. One thread in
+the trainer's process therefore keeps a few batches ready and asks the kernel for the file pages of the next ones.
 
     loader = BatchLoader(rows.assembler, rows.micro_batches(batch_sampler))
     for batch in loader:
@@ -32,10 +32,10 @@ class Wanted(NamedTuple):
     """The rows of one micro-batch.
 
     Attributes:
-        packs: int64 [rows], of the assembler's source; [rows, 2] where that names a pack by its shard and its number
-            there, as live shards do.
-        masked: bool [rows], True for rows that only fill up the batch, whose loss is zeroed. None where there are none.
-        state: where the order stands behind this micro-batch, in a form that the order chooses.
+        packs: int64 [rows], numbers of packs in the assembler's source; [rows, 2] for live shards, where a pack is
+            given by its shard and its number in the shard.
+        masked: bool [rows], True for rows that only fill up the batch and have zero loss. None if there are none.
+        state: the state of the order after this micro-batch, in a form that the order chooses.
     """
 
     packs: NDArray[np.int64] | Sequence[int]
@@ -46,24 +46,24 @@ class Wanted(NamedTuple):
 class BatchLoader(Shown):
     """Micro-batches, prepared ahead by a thread of this process.
 
-    Batches lie in buffers that are used again: **a batch is valid until** ``keep`` **more have been taken**, or for
-    good with ``copy=True``. A trainer that copies each batch to its device, or is done with it before it asks for the
-    next, needs no more than the default. Where batches are pinned, a buffer is not written again before the copies
-    that the current CUDA stream was given are done.
+    Batches are views of reused buffers: **a batch is valid until** ``keep`` **more have been taken**, or permanently
+    with ``copy=True``. The default is enough for a trainer that copies each batch to its device, or has finished with
+    it before it asks for the next one. A pinned buffer is not overwritten before the copies that are queued on the
+    current CUDA stream are done.
 
-    Each ``iter(loader)`` starts at the head of ``batches`` with a thread of its own, which ends with the batches, with
-    ``close``, or with the iterator itself. What goes wrong in the thread is raised by ``next``, after the batches that
-    were made before. Threads do not survive a fork: iterate in the process that trains.
+    Each ``iter(loader)`` starts at the beginning of ``batches`` and has its own thread. The thread ends when the
+    batches end, on ``close``, or when the iterator is collected. ``next`` raises an error of the thread after the
+    batches that were made before it. Threads do not survive a fork: iterate in the process that trains.
 
     Args:
         assembler: makes the batches.
-        batches: the packs of each micro-batch, or ``Wanted``, which says more; iterated in the thread.
-        prefetch: batches that are kept ready.
-        ahead: further batches whose pages the kernel is asked for, or that are fetched where shards are remote; 0 for
-            none, where all data is in memory.
-        keep: batches that stay valid beside each other.
-        copy: hand out fresh tensors.
-        pin_memory: buffers that a GPU copies from without waiting; None for where there is a GPU.
+        batches: the packs of each micro-batch, or ``Wanted`` for more detail; iterated in the thread.
+        prefetch: number of batches to keep ready.
+        ahead: number of further batches whose pages the kernel is asked to read, or that are fetched from remote
+            shards; 0 for none, if all data is in memory.
+        keep: number of batches that are valid at the same time.
+        copy: return new tensors.
+        pin_memory: pin the buffers, so that copies to a GPU are asynchronous. Without a GPU, nothing is pinned.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class BatchLoader(Shown):
 
 
 class BatchIterator(Shown, Iterator[Tensors]):
-    """One pass over the batches of a ``BatchLoader``; also a context manager that closes.
+    """One pass over the batches of a ``BatchLoader``; also a context manager that closes it.
 
     Attributes:
-        state: of the order, behind the batch that was taken last; None before the first one.
+        state: the state of the order after the batch that was taken last; None before the first one.
     """
 
     def __init__(self, loader: BatchLoader) -> None:
@@ -108,7 +108,7 @@ class BatchIterator(Shown, Iterator[Tensors]):
         self._line = _Line(SimpleQueue(), SimpleQueue(), threading.Event())
         for _ in range(loader.prefetch + loader.keep):
             self._line.free.put(_Slot(loader.pinned))
-        # The thread knows the line and the loader, not this iterator, which can thus be collected and end it.
+        # The thread refers to the line and the loader but not to this iterator, so that collecting it ends the thread.
         thread = threading.Thread(target=_produce, args=(loader, self._line), name="batches", daemon=True)
         self._close = weakref.finalize(self, _stop, self._line, thread)
         thread.start()
@@ -135,7 +135,7 @@ class BatchIterator(Shown, Iterator[Tensors]):
         return {name: _cloned(value) for name, value in slot.tensors.items()} if self._copy else slot.tensors
 
     def close(self) -> None:
-        """End the thread, and the waiting of others in ``next``; what was taken stays valid. May be called twice."""
+        """End the thread and all waiting calls of ``next``. Taken batches stay valid. Can be called twice."""
         self._close()
 
     def __enter__(self) -> BatchIterator:
@@ -146,7 +146,7 @@ class BatchIterator(Shown, Iterator[Tensors]):
 
 
 class _Slot:
-    """A buffer on its way round, and the batch in it."""
+    """A reused buffer and the batch in it."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -156,7 +156,7 @@ class _Slot:
         self.state: Any = None
 
     def buffer(self, layout: BatchLayout) -> Batch:
-        """The buffer for a batch, made anew where it is too small; waits for copies to a GPU that are under way."""
+        """Return the buffer for a batch, after running copies to a GPU are done; replace it if it is too small."""
         if self._copied is not None:
             self._copied.synchronize()
         if self._buffer is None or self._buffer.layout.rows < layout.rows:
@@ -164,16 +164,16 @@ class _Slot:
         return self._buffer
 
     def given_back(self) -> None:
-        """Note that the trainer has done with the batch; copies to a GPU may still be under way."""
+        """Note that the trainer has finished with the batch; copies to a GPU may still be running."""
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
 
 class _Line(NamedTuple):
-    """Slots that go round between the thread and the trainer.
+    """The queues by which slots circulate between the thread and the trainer.
 
-    ``ready`` ends with None, or with the error that ended the thread; None in ``free`` means that it is to end.
+    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` tells the thread to end.
     """
 
     free: SimpleQueue[_Slot | None]
@@ -184,16 +184,16 @@ class _Line(NamedTuple):
 def _stop(line: _Line, thread: threading.Thread) -> None:
     """End the thread of an iterator that is closed or collected."""
     line.stopped.set()
-    line.free.put(None)  # wakes the thread where it waits for a slot
-    line.ready.put(None)  # wakes whoever waits for a batch
-    # The iterator may be collected in the thread itself, which cannot wait for its own end. While it waits for more of
-    # ``batches`` the thread cannot be woken: it ends by itself when they come.
+    line.free.put(None)  # wakes the thread if it waits for a slot
+    line.ready.put(None)  # wakes every caller that waits for a batch
+    # The iterator may be collected in the thread itself, which cannot wait for its own end. While the thread waits for
+    # the next of ``batches``, it cannot be woken. It ends when that batch comes.
     if thread is not threading.current_thread():
         thread.join(5.0)
 
 
 def _produce(loader: BatchLoader, line: _Line) -> None:
-    """Fill slots with batches until these end, or the iterator is closed; run in the thread."""
+    """Fill slots with batches until the batches end or the iterator is closed; runs in the thread."""
     assembler = loader.assembler
     try:
         for wanted, segments in _looking_ahead(loader):
@@ -214,7 +214,7 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
 
 
 def _pinned(value: Any) -> Any:
-    """A tensor in memory that a GPU copies from without waiting; what is no tensor stays as it is."""
+    """Return a tensor in pinned memory; other values are returned unchanged."""
     return value.pin_memory() if isinstance(value, torch.Tensor) and not value.is_pinned() else value
 
 
@@ -223,7 +223,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _looking_ahead(loader: BatchLoader) -> Iterator[tuple[Wanted, Segments]]:
-    """Each micro-batch and where its sequences lie; its data are asked for ``ahead`` micro-batches before it comes."""
+    """Yield each micro-batch with its segments, and request its data ``ahead`` micro-batches before."""
     waiting: deque[tuple[Wanted, Segments]] = deque()
     for batch in loader.batches:
         wanted = batch if isinstance(batch, Wanted) else Wanted(batch)

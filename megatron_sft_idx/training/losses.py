@@ -1,19 +1,19 @@
 """Losses over packed batches: by source, of preference pairs, and weighted.
 
-The loss by source is how much of what a batch trains comes from each input file. Batches need the column ``source``,
-which names the file of each sequence. In a training loop::
+The loss by source is the mean loss of the trained tokens from each input file. Batches need the column ``source``,
+which has the file of each sequence. In a training loop::
 
-    files = files_of(batch)                                     # [B, S], as the loss mask: cut where that is cut
+    files = files_of(batch)                                     # [B, S], like the loss mask; slice both in the same way
     sums += sums_by_file(losses, loss_mask, files, len(names))  # of every micro-batch of a step
     torch.distributed.all_reduce(sums, group=...)               # of the ranks that read different tokens
     print(mean_by_file(sums, names))
 
 where ``names`` is ``file_names(assembler.source_files)``.
 
-Direct preference optimization is of packs that hold each pair whole. The loss is that of Rafailov et al., "Direct
-Preference Optimization: Your Language Model is Secretly a Reward Model" (2023), equation 7:
-``-log sigmoid(beta * ((log p_c - log ref_c) - (log p_r - log ref_r)))`` for each pair, where p is the probability that
-the model gives to the trained tokens of a sequence, and ref what the reference model gives them.
+Direct preference optimization needs packs in which each pair is complete. The loss is equation 7 of Rafailov et al.,
+"Direct Preference Optimization: Your Language Model is Secretly a Reward Model" (2023):
+``-log sigmoid(beta * ((log p_c - log ref_c) - (log p_r - log ref_r)))`` for each pair. p is the probability of the
+trained tokens of a sequence under the model, ref their probability under the reference model.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from megatron_sft_idx.training.batch import Tensors, segments_of
 
 
 def _column(batch: Tensors, name: str) -> Tensor:
-    """A column of a batch. FormatError: the batch does not have it."""
+    """Return a column of a batch. FormatError: the batch does not have it."""
     if name not in batch:
         columns = [key for key in batch if key not in RESERVED_NAMES]
         raise FormatError(f"batch: {no_column(name, columns)}; ask for it in columns")
     return batch[name]
 
 
-# ---- by source ----
+# ---- loss by source ----
 
 
 def files_of(batch: Tensors) -> Tensor:
-    """The number of the file that each position's sequence was made from, int64 [B, S]; 0 on padding.
+    """Return for each position the number of the file that its sequence was made from, int64 [B, S]; 0 on padding.
 
     Args:
-        batch: with the column ``source`` [B, width - 1, 2] and boundaries, as an assembler gives it.
+        batch: a batch of an assembler, with the column ``source`` [B, width - 1, 2] and boundaries.
     """
     return _column(batch, "source")[..., 0].long().gather(1, segments_of(batch))
 
 
 def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -> Tensor:
-    """Of each file the sum of its losses, and what that is divided by for a mean: float64 [count, 2].
+    """Return for each file the weighted sum of its losses and the sum of the weights, float64 [count, 2].
 
     Args:
-        losses: of each position.
-        loss_mask: of each position, in the same shape but for its dimensions; the weights of the losses.
-        files: as of ``files_of``, laid out in the same way.
-        count: how many files there are.
+        losses: the loss of each position.
+        loss_mask: the weight of each position, in the same order; its shape may differ.
+        files: the result of ``files_of``, in the same order.
+        count: number of files.
     """
     weights = loss_mask.reshape(-1).double()
     both = torch.stack([losses.detach().reshape(-1).double().masked_fill(weights == 0, 0) * weights, weights], 1)
@@ -70,32 +70,33 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
 
 
 def mean_by_file(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """The mean loss of each file that was trained on, by its name."""
+    """Return the mean loss of each file that was trained on, by its name."""
     return {name: total / weight for name, (total, weight) in zip(names, sums.tolist(), strict=True) if weight}
 
 
 def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each file, all different: its own; where two files share a name, with the number of the file."""
+    """Return a unique name for each file: its own name, with the file number added if two files share a name."""
     names = [str(file.get("name")) for file in files]
     counts, numbered = Counter(names), [f"{name} ({number})" for number, name in enumerate(names)]
     chosen = [name if counts[name] == 1 else with_number for name, with_number in zip(names, numbered, strict=True)]
     return chosen if len({*chosen}) == len(chosen) else numbered
 
 
-# ---- of pairs ----
+# ---- losses of preference pairs ----
 
 
 @shown_by_fields
 class PairLosses(NamedTuple):
-    """One value per pair that is trained on, in the order of the batch, float32 or wider [pairs].
+    """One value per trained pair, in the order of the batch, float32 or wider [pairs].
 
-    Packs differ in how many pairs they hold: divide the sum over a global batch by all its pairs, rather than take the
-    mean of means.
+    The number of pairs differs between packs: divide the sum over a global batch by the number of all its pairs. Do not
+    average the means of packs.
 
     Attributes:
-        losses: with gradients.
-        chosen_rewards: beta times how much likelier than to the reference model the chosen answer is, logarithmic.
-        rejected_rewards: the same for the rejected one.
+        losses: the losses, with gradients.
+        chosen_rewards: beta times the difference of the chosen answer's log-probability under the model and under the
+            reference model.
+        rejected_rewards: the same for the rejected answer.
     """
 
     losses: Tensor
@@ -104,16 +105,16 @@ class PairLosses(NamedTuple):
 
 
 def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
-    """The log-probability of what is trained on in each sequence, weighted by the loss mask.
+    """Return the log-probability of the trained tokens of each sequence, weighted by the loss mask.
 
     Args:
-        logp: of each label, [B, S] or what can be reshaped to it: minus the losses that ``GPTModel`` gives back when
-            it is handed labels.
-        batch: with ``loss_mask`` [B, S] and ``cu_seqlens`` [B, width], and ``cu_seqlens_padded`` where it has that.
+        logp: log-probability of each label, [B, S] or a shape that can be reshaped to it: the negated losses that
+            ``GPTModel`` returns if it gets labels.
+        batch: a batch with ``loss_mask`` [B, S], ``cu_seqlens`` [B, width] and, if present, ``cu_seqlens_padded``.
 
     Returns:
-        [B, width - 1]: entry k is that of the sequence that begins at ``cu_seqlens[:, k]``, 0 where there is none. The
-        reference model's, without gradients, are the sequence column ``ref_logp``.
+            [B, width - 1]: entry k belongs to the sequence that begins at ``cu_seqlens[:, k]``; 0 if there is none. The
+                result for the reference model, without gradients, is the sequence column ``ref_logp``.
     """
     mask, (rows, width) = batch["loss_mask"], batch["cu_seqlens"].shape
     weighted = logp.reshape(mask.shape).masked_fill(mask == 0, 0) * mask  # a log-probability may be minus infinity
@@ -121,17 +122,17 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
 
 
 def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses:
-    """The loss of every pair in a packed batch, but for those of rows that are masked.
+    """Return the loss of every pair in a packed batch, except pairs in masked rows.
 
     Args:
-        logp: of each label under the model that learns, as for ``sequence_logp``.
-        batch: what ``sequence_logp`` takes, and two sequence columns aligned with ``cu_seqlens``: ``pair`` [B, n, 2],
-            number of the pair and 0 for chosen, 1 for rejected; ``ref_logp`` [B, n], of the reference model. n is at
-            least the number of sequences in each row and at most width - 1.
-        beta: how strongly the model is held to the reference.
+        logp: log-probability of each label under the model that is trained; see ``sequence_logp``.
+        batch: the batch for ``sequence_logp``, with two sequence columns aligned with ``cu_seqlens``: ``pair`` [B, n,
+            2], number of the pair and 0 for chosen, 1 for rejected; ``ref_logp`` [B, n], of the reference model. n is
+            at least the number of sequences in each row and at most width - 1.
+        beta: strength of the regularization towards the reference model.
 
     Raises:
-        FormatError: a sequence that is trained on is not next to its partner: the pair was torn, or there is none.
+        FormatError: a trained sequence is not next to its partner: the pair was separated, or there is no partner.
     """
     pair, reference = _column(batch, "pair").to(torch.int64), _column(batch, "ref_logp")
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]
@@ -140,17 +141,17 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
 
 
 def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tensor, beta: float) -> PairLosses:
-    """The loss of every pair, from log-probabilities of sequences.
+    """Return the loss of every pair, from log-probabilities of sequences.
 
     Args:
-        own: of the model that learns, [B, n].
-        reference: of the reference model, [B, n].
+        own: log-probabilities under the model that is trained, [B, n].
+        reference: log-probabilities under the reference model, [B, n].
         pair: number of the pair and 0 for chosen, 1 for rejected, int64 [B, n, 2].
         trained: whether a sequence has trained tokens, bool [B, n].
-        beta: as for ``dpo_losses``, and so are the errors.
+        beta: see ``dpo_losses``; the errors are the same too.
     """
     number, rejected = pair.unbind(-1)
-    # Where a chosen sequence is next to its rejected one; what fills the column up behind the last is no pair.
+    # True where a chosen sequence is followed by its rejected one. The fill values after the last pair are not a pair.
     whole = (number[:, :-1] == number[:, 1:]) & (rejected[:, :-1] == 0) & (rejected[:, 1:] == 1)
     paired = pad(whole, (0, 1)) | pad(whole, (1, 0))
     if bool((trained & ~paired).any()):
@@ -159,28 +160,29 @@ def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tens
             f"row {row}: sequence {at} (pair {int(number[row, at])}) is not next to its partner; pack by pairs:"
             " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
         )
-    whole &= trained[:, :-1] | trained[:, 1:]  # rows that only fill up the batch hold pairs too, which do not count
+    whole &= trained[:, :-1] | trained[:, 1:]  # pairs in rows that only fill up the batch do not count
     rewards = beta * (own - reference)
     chosen, others = rewards[:, :-1][whole], rewards[:, 1:][whole]
     return PairLosses(-logsigmoid(chosen - others), chosen.detach(), others.detach())
 
 
-# ---- from the logits of a batch of as_torch ----
+# ---- losses from the logits of a batch of as_torch ----
 
 
-# What ``collate`` of ``as_torch`` puts into a batch for these losses; models have no arguments for it.
+# Entries that ``collate`` of ``as_torch`` puts into a batch for these losses; models have no arguments for them.
 _FOR_LOSSES = ("loss_weights", "pair")
 
 
 @shown_by_fields
 class DpoLoss(NamedTuple):
-    """What ``dpo_loss`` gives.
+    """The result of ``dpo_loss``.
 
     Attributes:
-        loss: the mean over the pairs of the batch, with gradients; 0 where there is none.
+        loss: the mean over the pairs of the batch, with gradients; 0 if there are no pairs.
         metrics: means over the pairs, without gradients, under the names that TRL uses: ``rewards/chosen``,
             ``rewards/rejected``, ``rewards/accuracies`` and ``rewards/margins``.
-        pairs: the same of each pair. For a mean over several batches, sum ``pairs.losses`` and divide by all pairs.
+        pairs: the values per pair. For a mean over several batches, divide the sum of ``pairs.losses`` by the number of
+            all pairs.
     """
 
     loss: Tensor
@@ -190,7 +192,7 @@ class DpoLoss(NamedTuple):
 
 @checked
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model in a batch of ``as_torch``: all but what the losses of this module take.
+    """Return the model's arguments in a batch of ``as_torch``: all entries except those for the losses of this module.
 
     Example:
         >>> sorted(model_inputs({"input_ids": 1, "position_ids": 2, "loss_weights": 3}))
@@ -201,19 +203,19 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 @checked
 def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor | float | None = None) -> Tensor:
-    """The mean loss of a batch of ``as_torch(..., loss_weights=True)``, weighted by its loss masks.
+    """Return the mean loss of a batch of ``as_torch(..., loss_weights=True)``, weighted by its loss masks.
 
     Args:
-        logits: of a model of transformers, [rows, positions, vocabulary]; at position j they predict token j + 1.
-        batch: with ``input_ids`` and ``loss_weights``, both [rows, positions].
-        divisor: what the weighted sum of the losses is divided by. None is the sum of the weights in this batch; where
-            several batches make a step, the sum over all of them weighs each token alike.
+        logits: logits of a transformers model, [rows, positions, vocabulary]; at position j they predict token j + 1.
+        batch: a batch with ``input_ids`` and ``loss_weights``, both [rows, positions].
+        divisor: divisor of the weighted sum of the losses. None is the sum of the weights in this batch. If a step has
+            several batches, pass the sum over all of them, so that all tokens have equal weight.
 
     Returns:
-        A scalar with gradients, float32 or wider; 0 where all weights are 0.
+        A scalar with gradients, float32 or wider; 0 if all weights are 0.
 
     Raises:
-        FormatError: the batch has no weights, ``logits`` are not of this batch, or an argument is of another type.
+        FormatError: the batch has no weights, ``logits`` do not fit the batch, or an argument has the wrong type.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[3, 1, 0]]), "loss_weights": torch.tensor([[0, 0.5, 1.5]])}
@@ -237,20 +239,21 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor |
 def dpo_loss(
     policy_logits: Tensor, reference_logits: Tensor, batch: Mapping[str, Any], *, beta: float = 0.1
 ) -> DpoLoss:
-    """The loss of direct preference optimization for a batch of ``as_torch(..., preferences=True)``.
+    """Return the loss of direct preference optimization for a batch of ``as_torch(..., preferences=True)``.
 
-    The batch may be of any layout and any number of packs. The log-probability of a sequence is the sum over its
-    trained tokens, in float32 or wider, weighted by the loss mask.
+    The batch can have any layout and any number of packs. The log-probability of a sequence is the sum over its trained
+    tokens, in float32 or wider, weighted by the loss mask.
 
     Args:
-        policy_logits: of the model that learns, [rows, positions, vocabulary], as models of transformers return them.
-        reference_logits: of the reference model, for the same batch; no gradients flow into them.
-        batch: as ``collate`` of the dataset made it: with ``input_ids``, ``loss_weights`` and ``pair``.
-        beta: how strongly the model is held to the reference.
+        policy_logits: logits of the model that is trained, [rows, positions, vocabulary], as transformers models return
+            them.
+        reference_logits: logits of the reference model for the same batch; they get no gradients.
+        batch: a batch from ``collate`` of the dataset, with ``input_ids``, ``loss_weights`` and ``pair``.
+        beta: strength of the regularization towards the reference model.
 
     Raises:
-        FormatError: the batch has no pairs, a sequence is not next to its partner, logits are not of this batch, or an
-            argument is of another type.
+        FormatError: the batch has no pairs, a sequence is not next to its partner, logits do not fit the batch, or an
+            argument has the wrong type.
 
     Example:
         >>> batch = {
@@ -287,7 +290,7 @@ def dpo_loss(
 
 
 def _number(name: str, value: Any) -> float:
-    """A number as a float. FormatError: it is none, or no finite one."""
+    """Return a number as a float. FormatError: it is not a finite number."""
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
@@ -298,7 +301,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _whole_numbers(batch: Mapping[str, Any], name: str) -> Tensor:
-    """A tensor of whole numbers of a batch, int64 and of two dimensions. FormatError: it is none."""
+    """Return a tensor of a batch as int64. FormatError: it is not a two-dimensional tensor of integers."""
     value = batch.get(name)
     if not isinstance(value, Tensor) or value.ndim != 2 or value.is_floating_point() or value.is_complex():
         found = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else brief(value)
@@ -307,15 +310,15 @@ def _whole_numbers(batch: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _range_of(numbers: Tensor) -> tuple[int, int]:
-    """The least and the largest of one or more whole numbers. Both come at once: a GPU is waited for once."""
+    """Return the smallest and the largest of one or more integers, with a single GPU synchronization."""
     lowest, highest = torch.stack(torch.aminmax(numbers)).tolist()
     return lowest, highest
 
 
 def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities of trained tokens, their weights, and where they are in ``input_ids[:, 1:]``, as a mask.
+    """Return log-probabilities and weights of trained tokens, and the mask of their places in ``input_ids[:, 1:]``.
 
-    ``name`` is what errors call the logits.
+    ``name`` is the name of the logits in errors.
     """
     if "loss_weights" not in batch:
         raise FormatError("batch: has no loss_weights; make it with as_torch(..., loss_weights=True)")
@@ -338,16 +341,16 @@ def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[
                 f"{name}: a vocabulary of {logits.shape[2]}, input_ids from {lowest} to {highest} are trained on; take"
                 " the model and the tokenizer that belong together"
             )
-    # Only logits that are needed are converted: those of all positions are the largest tensor of a step.
+    # Convert only the needed logits: the logits of all positions are the largest tensor of a step.
     predicted = logits[:, :-1][is_trained]
     predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
     return -cross_entropy(predicted, labels, reduction="none"), weights[:, 1:][is_trained], is_trained
 
 
 def _sequence_sums(name: str, logits: Tensor, batch: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """The log-probability of what is trained in each of ``count`` sequences, and whether it is any; both [count]."""
+    """Return the trained log-probability of ``count`` sequences, and whether each has trained tokens; both [count]."""
     logp, weights, is_trained = _trained_logp(name, logits, batch)
-    if "position_ids" in batch:  # all sequences in one row, each of which counts from 0; padding may be one more
+    if "position_ids" in batch:  # all sequences are in one row, each with positions from 0; padding may be one more
         sequences = (_whole_numbers(batch, "position_ids") == 0).cumsum(1) - 1
         is_of_batch = sequences.shape == batch["input_ids"].shape
     else:

@@ -1,10 +1,13 @@
-"""What becomes of each argument of Megatron-LM that is about data, and the errors about those that would go wrong.
+"""Handling of each Megatron-LM argument about data, and errors for arguments that would go wrong.
 
-Four tables name every such argument, so that none is ignored in silence. Those of ``FIELDS`` set a field of the
-configuration. Those of ``LOOKED_AT`` are compared, or decide together with others. Those of ``REFUSED`` have no place
-in packed data: any value but Megatron's default is an error. Those of ``ELSEWHERE`` act on Megatron's own code and
-leave the rows of data sets as they are. A test compares the tables with Megatron's parser and fails for an argument
-that is in none of them.
+Four tables list every such argument, so that none is silently ignored:
+
+- ``FIELDS``: sets a field of the configuration.
+- ``LOOKED_AT``: is compared with the data, or evaluated together with other arguments.
+- ``REFUSED``: does not apply to packed data; any value except Megatron's default is an error.
+- ``ELSEWHERE``: affects only Megatron's own code and does not change the rows of data sets.
+
+A test compares the tables with Megatron's parser and fails for an argument that is in none of them.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from megatron.core.datasets.utils import Split
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import shown_by_fields
 
-# Of megatron-core, which is Megatron-LM's too.
+# The release of megatron-core, which is also that of Megatron-LM.
 RELEASE = (package_info.MAJOR, package_info.MINOR)
 
-# ---- the tables: names are those that the parsed arguments have ----
+# ---- the tables: the keys are the names of the parsed arguments ----
 
-# The field of PackedSFTDatasetConfig that an argument sets. Fields that a release of Megatron lacks are not set.
+# The field of PackedSFTDatasetConfig that each argument sets. Fields that a Megatron release does not have are not set.
 FIELDS = {
     "seed": "random_seed",
     "seq_length": "sequence_length",
@@ -45,7 +48,7 @@ FIELDS = {
     "dataloader_defer_npy_index_mmap": "defer_npy_index_mmap",
 }
 
-# Arguments that name the shards of one split.
+# Arguments with the shards of a single split.
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
 _NAMES_SHARDS = "names shards and their weights"
 LOOKED_AT = {
@@ -79,12 +82,12 @@ LOOKED_AT = {
 
 @shown_by_fields
 class Refused(NamedTuple):
-    """An argument that packed data has no place for.
+    """An argument that does not apply to packed data.
 
     Attributes:
-        default: the value that Megatron's parser gives it, which is taken.
-        why: what it would do, and what to do instead.
-        flag: how it is written where that does not follow from its name.
+        default: the default of Megatron's parser, which is accepted.
+        why: the effect that it would have, and what to do instead.
+        flag: the command-line flag, if it does not follow from the name.
     """
 
     default: Any
@@ -183,11 +186,11 @@ ELSEWHERE = {
 
 
 def require_arguments(args: Namespace, release: tuple[int, int] = RELEASE) -> None:
-    """FormatError, a sentence each, where Megatron-LM would hang with its arguments or train on something else.
+    """Raise FormatError, with one line per problem, if Megatron-LM would hang or train on something else.
 
     Args:
-        args: Megatron's arguments; those that a release does not know may be missing.
-        release: major and minor number of Megatron.
+        args: Megatron's arguments; arguments unknown to the release can be missing.
+        release: major and minor version of Megatron.
     """
     if complaints := [*_complaints(args, release), *_refused(args), *_conflicts(args)]:
         raise FormatError("\n".join(complaints))
@@ -198,7 +201,7 @@ def _refused(args: Namespace) -> Iterator[str]:
         if (value := getattr(args, name, None)) is None or value == refused.default:
             continue
         if name == "sft_mock_dataset_config_json" and getattr(args, "mock_data", False):
-            continue  # Megatron itself has set it
+            continue  # set by Megatron itself
         shown = "" if isinstance(value, bool) else f" {value}"
         yield f"{refused.flag or '--' + name.replace('_', '-')}{shown} {refused.why}"
 
@@ -286,7 +289,7 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
 
 
 def sharing_ranks(args: Namespace) -> int:
-    """Among how many ranks a sequence may be divided."""
+    """Return the maximum number of ranks that can share a sequence."""
     names = ["context_parallel_size"]
     if getattr(args, "dynamic_context_parallel", False):
         names.append("data_parallel_size")
@@ -294,19 +297,19 @@ def sharing_ranks(args: Namespace) -> int:
 
 
 def _makes_room() -> bool:
-    """Whether all ranks of Megatron 0.16 receive ``max_seqlen``, which it has to be taught."""
+    """Return whether all ranks of Megatron 0.16 receive ``max_seqlen``; this needs a patch of Megatron."""
     receive = getattr(sys.modules.get("megatron.training.utils"), "get_batch_on_this_tp_rank", None)
-    # Two things are received under hybrid context parallelism alone; the other one is not ours.
+    # Unpatched, two tensors are received only under hybrid context parallelism: max_seqlen and an unrelated one.
     return receive is None or inspect.getsource(receive).count("if args.hybrid_context_parallel else None") < 2
 
 
 def is_scheduled(args: Namespace) -> bool:
-    """Whether Megatron packs, as it trains, and wants single sequences."""
+    """Return whether Megatron packs during training and needs single sequences."""
     return bool(getattr(args, "sequence_packing_scheduler", None) or getattr(args, "use_varlen_dataset", False))
 
 
 def require_whole_rows(args: Namespace, pretraining: Sequence[str]) -> None:
-    """FormatError where Megatron's arguments want rows of pretraining data cut into documents.
+    """Raise FormatError if Megatron's arguments require rows of pretraining data to be cut into documents.
 
     Args:
         args: Megatron's arguments.
@@ -319,18 +322,19 @@ def require_whole_rows(args: Namespace, pretraining: Sequence[str]) -> None:
         )
 
 
-# ---- splits that are wanted ----
+# ---- requested splits ----
 
 
 def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | None]) -> None:
-    """FormatError where Megatron will ask for rows of a split that has no data, and not say so.
+    """Raise FormatError if Megatron will request rows of a split that has no data.
 
-    Without training data Megatron trains no step and ends. Without validation data it fails at the first evaluation.
+    Megatron does not report this itself. Without training data, it ends without training a step. Without validation
+    data, it fails at the first evaluation.
 
     Args:
         args: Megatron's arguments.
         config: a ``PackedSFTDatasetConfig``.
-        num_samples: rows wanted of each split; None is one epoch, 0 is none.
+        num_samples: requested rows of each split; None is one epoch, 0 is none.
     """
     per_split = config.blend_per_split is not None and any(config.blend_per_split)
     has_data = [bool(each) for each in (config.blend_per_split if per_split else config.split_matrix)]
@@ -346,7 +350,7 @@ def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | Non
         remedy = "name shards with --train-data-path" if per_split else of_split
         raise FormatError(f"nothing to train on: {remedy}, or add --skip-train to evaluate alone")
     eval_iters, full = getattr(args, "eval_iters", None), getattr(args, "full_validation", False)
-    # Megatron evaluates after the last step in any case, if only --eval-iters is above 0.
+    # Megatron always evaluates after the last step if --eval-iters is above 0.
     if has_data[1] or not (num_samples[1] or full or eval_iters):
         return
     if num_samples[1] == 0:
@@ -363,11 +367,11 @@ def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | Non
 
 
 def require_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> None:
-    """FormatError, on every rank, where Megatron will ask for rows that a data set does not have.
+    """Raise FormatError on every rank if Megatron will request rows that a data set does not have.
 
-    A blend without weights is gone through once, and Megatron then ends with StopIteration. A blend whose indices are
-    not opened before the first row may lack them. All ranks must call this together, because only some of them have
-    built the data sets.
+    A blend without weights is read once; after that, Megatron ends with StopIteration. If a blend opens its indices
+    only at the first row, they may be missing. All ranks must call this together, because only some of them have built
+    the data sets.
     """
     complaints = [[*_short_of_rows(built, num_samples), *_without_indices(built)]]
     if torch.distributed.is_initialized():
@@ -387,7 +391,7 @@ def _short_of_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> I
 
 def _without_indices(built: Sequence[Any]) -> Iterator[str]:
     members = [member for data_set in built for member in getattr(data_set, "datasets", [data_set])]
-    rows = [getattr(getattr(member, "source", None), "dataset", None) for member in members]  # of pretraining data
+    rows = [getattr(getattr(member, "source", None), "dataset", None) for member in members]  # pretraining data only
     paths = [getattr(data_set, "path_to_dataset_index", None) for data_set in built]
     for path in (*paths, *(getattr(each, "path_to_shuffle_index", None) for each in rows)):
         if path is not None and not os.path.exists(path):

@@ -1,6 +1,6 @@
-"""``PackedShard``: shards as the packed data set of Megatron-Bridge, mapped from disk instead of unpickled or decoded.
+"""``PackedShard``: shards as Megatron-Bridge's packed data set, memory-mapped instead of unpickled or decoded.
 
-Needs Megatron-Bridge, from 0.3 on. ``bridge_config.BridgePackedConfig`` brings it into a training of 0.6 or later.
+Needs Megatron-Bridge 0.3 or later. From 0.6 on, use it through ``bridge_config.BridgePackedConfig``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ try:
 except ImportError:  # before 0.6
     from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset
 
-# What to do about shards with preference pairs.
+# Advice in the error about shards with preference pairs.
 ON_REJECTED = "Bridge would train on rejected answers too; use dpo_loss in a loop of your own (docs/preferences.md)"
 
 
 class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
-    """Packs of shards in Bridge's packed data set; batches are made by its own ``collate_fn``.
+    """Packs of shards as Bridge's packed data set; Bridge's own ``collate_fn`` makes the batches.
 
     ``file_path`` is a prefix, folder or glob of shards. All other arguments are those of ``GPTSFTPackedDataset``.
 
@@ -50,9 +50,11 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
         self.indexed_dataset = shards
 
     def __getitem__(self, idx: int) -> Pack:
-        """One pack; one of a negative index, by which Bridge fills up its last batch, has no trained token.
+        """Return one pack.
 
-        SequenceError: its mask has weights other than 0 and 1, which Bridge's collate would make whole numbers.
+        Bridge fills up its last batch with negative indices; their packs are returned with a loss mask of zeros.
+
+        SequenceError: the mask has weights other than 0 and 1, which Bridge's collate would turn into integers.
         """
         number = int(idx if self.samples_mapping is None else self.samples_mapping[idx])
         pack = self.indexed_dataset[number]

@@ -1,8 +1,8 @@
-"""Packing plans as files: what training plans when it starts is made once, published whole, and mapped by everyone.
+"""Packing plans as files: one process plans at start-up and publishes the complete file, which all processes map.
 
-``sft-plan-KEY.bin`` is a JSON header padded with spaces to 4096 bytes, then the arrays of ``PlacedPlan`` end to end,
-little-endian. KEY is a hash over the shards' ids, the range and all packing options, so a file never goes stale: other
-data or options have another name.
+``sft-plan-KEY.bin`` is a JSON header padded with spaces to 4096 bytes, followed by the concatenated arrays of
+``PlacedPlan``, little-endian. KEY is a hash of the shards' ids, the range and all packing options. A file never becomes
+stale, because other data or options result in another name.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _KIND = Kind("a packing plan", lambda path: head_of(path, len(_BEGIN)) == _BEGIN
 
 @shown_by_fields
 class PlacedPlan(NamedTuple):
-    """A plan of packs that says where each sequence lies, in the order of the packs.
+    """A packing plan with the location of each sequence, in the order of the packs.
 
     Attributes:
-        most_sequences: the most sequences in a pack.
-        raw: uint8, the bytes of all following arrays end to end.
+        most_sequences: the maximum number of sequences in a pack.
+        raw: uint8, the concatenated bytes of all following arrays.
         offsets: int64 [packs + 1], CSR: pack i holds the entries offsets[i] to offsets[i + 1] of the other arrays.
         starts: int64 [sequences], position of the first token in the token file of the shard.
         lengths: int32 [sequences], in tokens.
         shards: int32 [sequences], number of the shard.
-        sequences: int64 [sequences], number of the sequence in its shard; [0] where the plan is not ``numbered``.
+        sequences: int64 [sequences], number of the sequence in its shard; [0] if the plan is not ``numbered``.
     """
 
     most_sequences: int
@@ -57,9 +57,9 @@ class PlacedPlan(NamedTuple):
     def of(
         cls, packs: int, sequences: int, most_sequences: int, numbered: bool, raw: NDArray[np.uint8] | None = None
     ) -> PlacedPlan:
-        """A plan of so many packs and sequences: the one in ``raw``, or one whose arrays the caller must fill.
+        """Return a plan of this size as views of ``raw``, or with new arrays that the caller must fill.
 
-        ``numbered`` is whether it has the numbers of sequences in their shards. ValueError: ``raw`` has another size.
+        ``numbered``: the plan has the numbers of sequences in their shards. ValueError: ``raw`` has another size.
         """
         counts = (packs + 1, sequences, sequences, sequences, sequences if numbered else 0)
         dtypes = [np.dtype(code) for code in ("<i8", "<i8", "<i4", "<i4", "<i8")]
@@ -73,27 +73,27 @@ class PlacedPlan(NamedTuple):
 
 
 def plan_path(folder: str, key: str) -> str:
-    """The path of a plan's file."""
+    """Return the path of the file of a plan."""
     return os.path.join(folder, f"sft-plan-{key}.bin")
 
 
 def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -> PlacedPlan:
-    """The plan of a key: read from its file where that is there, else made, and published where there is a folder.
+    """Return the plan of a key: read it from its file, or make it and publish the file if there is a folder.
 
-    While one process makes a plan, others wait for a file lock, which ends with the process that holds it. There must
-    be no ``torch.distributed`` barrier here: Megatron's builder lets rank 0 build while the others wait at a barrier of
-    its own, and another barrier on rank 0 alone would be taken for that one.
+    While one process makes a plan, others wait for a file lock, which is released if its holder ends. There must be no
+    ``torch.distributed`` barrier here: Megatron's builder lets rank 0 build while the other ranks wait at a barrier of
+    the builder, and a barrier that only rank 0 enters here would be matched with that one.
 
-    A folder that cannot be written is no error but a warning, and each process makes the plan for itself: an error on
-    one rank would leave the others waiting at that barrier.
+    If the folder is not writable, there is a warning instead of an error, and each process makes its own plan. An error
+    on one rank would leave the others waiting at the builder's barrier.
 
     Args:
-        folder: of plans; None for none.
-        key: the hash that names the plan.
+        folder: folder of the plans' files; None for no files.
+        key: the hash in the name of the plan's file.
         make: makes the plan.
 
     Raises:
-        FormatError: the file was cut short or is of another revision.
+        FormatError: the file is truncated or has another revision.
     """
     if folder is None:
         return make()
@@ -105,7 +105,7 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
             os.makedirs(folder, exist_ok=True)
             held.callback(os.close, lock_file(path + ".lock", (b"",), create=True, busy=None))
         except (OSError, FormatError) as error:
-            # Some network file systems have no locks. There a plan may be made twice, and the first file stays.
+            # Some network file systems have no locks. There a plan may be made twice; the first file is kept.
             logger.info("%s: no lock (%s); going on without", path, error)
         if os.path.exists(path):
             return _load(path)
@@ -124,7 +124,7 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
                     file.write(plan.raw.data)
                 new.publish()
         except (OSError, FormatError) as error:
-            if not os.path.exists(path):  # without locks another process may have been faster
+            if not os.path.exists(path):  # without locks, another process may have been faster
                 logger.warning(
                     "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
                     " can be written: path_to_cache (--data-cache-path)",

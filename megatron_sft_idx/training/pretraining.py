@@ -1,8 +1,8 @@
 """Pretraining data in a blend: rows of a stock Megatron dataset among packs of chats.
 
 ``pretrain:web_text`` in a blend is the dataset ``web_text.bin`` and ``web_text.idx``. Megatron's own ``GPTDataset``
-chooses and shuffles its rows; here they get the form of packed rows: all tokens are trained, and the row is one
-segment. Packs of the same batch are still read by an assembler, all at once.
+chooses and shuffles its rows. This module gives them the form of packed rows: all tokens are trained, and the row is
+one segment. An assembler still reads all packs of the same batch at once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megatron_sft_idx.training.sources import (
 )
 
 PREFIX = "pretrain:"
-# How many samples of the .bin tell one dataset from another, and of how many bytes.
+# Number and size in bytes of the samples of the .bin by which datasets are distinguished.
 _SAMPLES, _SAMPLE_NBYTES = 64, 1 << 16
-# How many documents are looked at together.
+# How many documents are checked at a time.
 _BLOCK = 1 << 20
 
 
 def is_pretraining(path: str) -> bool:
-    """Whether a path of a blend names pretraining data."""
+    """Return whether a path of a blend is pretraining data."""
     return path.startswith(PREFIX)
 
 
@@ -56,11 +56,11 @@ def is_pretraining(path: str) -> bool:
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A stock Megatron dataset that is whole, as far as its index tells.
+    """A stock Megatron dataset that is complete according to its index.
 
     Attributes:
-        prefix: of its two files.
-        content: hash of the lengths of all documents, and of samples of the ``.bin``, hex, wherever they lie.
+        prefix: prefix of its two files.
+        content: hash of the lengths of all documents and of samples of the ``.bin``, hex; independent of the path.
     """
 
     prefix: str
@@ -68,11 +68,11 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str) -> Corpus:
-        """Look at the dataset that a path of a blend names.
+        """Check the dataset at a path of a blend.
 
         Raises:
-            FormatError: it is not on a local disk, incomplete, cut short, damaged, of something else than tokens, or is
-                packed SFT data.
+            FormatError: it is not on a local disk, incomplete, truncated or damaged, it does not have token ids, or it
+                is packed SFT data.
         """
         prefix = path.removeprefix(PREFIX).removesuffix(".idx").removesuffix(".bin")
         if is_remote(prefix):
@@ -122,18 +122,18 @@ class Corpus:
 
     @property
     def source_file(self) -> dict[str, Any]:
-        """Its entry in the table of files of the column ``source``."""
+        """The entry of this dataset in the table of files of the column ``source``."""
         return {"name": PREFIX + Path(self.prefix).name, "fingerprint": self.content}
 
 
 class EveryToken(Shown):
-    """What ``GPTDataset`` is given for a tokenizer, so that it masks no token.
+    """A stand-in for the tokenizer of ``GPTDataset``, so that it masks no token.
 
     Args:
-        content: of the corpus. In the keys of Megatron's caches it tells another corpus at the same path.
+        content: hash of the corpus. In the keys of Megatron's caches, it distinguishes corpora at the same path.
     """
 
-    # Megatron writes 0 in place of padding. These are no ids, so it finds none, and ids below 0 reach ``row``.
+    # Megatron replaces padding by 0. These values are not ids, so it finds no padding, and ids below 0 reach ``row``.
     pad, eod = -(1 << 40), -(1 << 41)
     vocab_size = None
     special_tokens_dict: ClassVar[dict[str, int]] = {}
@@ -149,7 +149,7 @@ class EveryToken(Shown):
 
 
 class TokenRows(Protocol):
-    """What is used of a ``GPTDataset``: rows with ``tokens`` and ``labels``, int64 [seq_length]."""
+    """The used part of a ``GPTDataset``: rows with ``tokens`` and ``labels``, int64 [seq_length]."""
 
     unique_description_hash: str
     document_index: NDArray[Any]
@@ -164,10 +164,10 @@ class PretrainingPacks(Shown):
 
     Args:
         corpus: the dataset on disk.
-        dataset: its rows, as many as are asked for, in the order in which they are trained on.
-        seq_length: tokens of a row.
-        columns: names of the columns that are asked for: ``source`` or none.
-        vocab_size: rows of the model's embedding; rows with other tokens are refused. None is not looked at.
+        dataset: its requested rows, in training order.
+        seq_length: tokens in a row.
+        columns: names of the requested columns: ``source`` or none.
+        vocab_size: rows of the model's embedding; rows with other tokens are refused. None skips this check.
     """
 
     def __init__(
@@ -198,18 +198,18 @@ class PretrainingPacks(Shown):
         return self.corpus.content
 
     def num_tokens(self) -> int:
-        """How many tokens all rows have."""
+        """Return the number of tokens of all rows."""
         return self.num_packs * self.capacity
 
     def order(self) -> str:
-        """Hash of the order of the rows, hex: Megatron shuffles in another way where it needs other epochs."""
+        """Return a hash of the order of the rows, hex: Megatron's shuffle depends on the number of epochs."""
         order = StreamHash()
         for index in (self.dataset.document_index, self.dataset.shuffle_index):
             order.update(index)
         return order.hex()
 
     def row(self, shard: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of a row, int64 [seq_length]; see ``WholeRows.read``.
+        """Return tokens and labels of a row, int64 [seq_length]; see ``WholeRows.read``.
 
         FormatError: a token is not in the vocabulary.
         """
@@ -230,24 +230,24 @@ class PretrainingPacks(Shown):
         return tokens, labels
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """The rows, none of which has sequences; see ``PackSource``."""
+        """Return the rows; they do not have sequences. See ``PackSource``."""
         whole = WholeRows(np.arange(len(packs)), np.zeros(len(packs), np.int32), packs, self.row)
         none = np.zeros(0, np.int64)
         offsets = np.zeros(len(packs) + 1, np.int64)
         return Segments(offsets, none.astype(np.int32), none, none, [], none, None, whole)
 
     def arrays(self, shard: int) -> Arrays:
-        """There are none: no sequence lies here."""
+        """Raise IndexError: pretraining data has no sequences."""
         raise IndexError(f"shard {shard}: pretraining data has none")
 
     def items(self, shard: int) -> None:
-        """There are no images or audio."""
+        """Return None: there are no images or audio."""
 
 
 class MixedPacks(Shown):
-    """A ``PackSource`` of a blend with pretraining data; its packs are numbered one source after the other.
+    """A ``PackSource`` of a blend with pretraining data; packs are numbered one source after the other.
 
-    Packs of chats are found and read as those of a blend without pretraining data.
+    Packs of chats are found and read as in a blend without pretraining data.
     """
 
     def __init__(self, sources: Sequence[StoredPacks | PlannedPacks | PretrainingPacks]) -> None:
@@ -278,7 +278,7 @@ class MixedPacks(Shown):
         return f"{self.chats!r}, and pretraining data: {rows}"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie, and which are rows of pretraining data; see ``PackSource``."""
+        """Return the locations of the sequences of packs, and the rows of pretraining data; see ``PackSource``."""
         members = np.searchsorted(self.packs_before, packs, side="right") - 1
         of_chats = self._is_chats[members]
         found = self.chats.segments((packs + self._shift[members])[of_chats])
@@ -292,20 +292,20 @@ class MixedPacks(Shown):
         return replace(found, offsets=np.append(0, np.cumsum(counts)), packs=None, whole=whole)
 
     def row(self, shard: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of a row of pretraining data, int64 [seq_length]; see ``WholeRows.read``."""
+        """Return tokens and labels of a row of pretraining data, int64 [seq_length]; see ``WholeRows.read``."""
         return list(self._rows.values())[shard - self._num_shards].row(0, number)
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard of chats; see ``PackSource``."""
+        """Return tokens, label-aligned loss mask and columns of one shard of chats; see ``PackSource``."""
         return self.chats.arrays(shard)
 
     def items(self, shard: int) -> ItemFinder | None:
-        """What finds the images and audio of one shard of chats; see ``PackSource``."""
+        """Return the finder of images and audio of one shard of chats; see ``PackSource``."""
         return self.chats.items(shard)
 
 
 def blended(sources: Sequence[StoredPacks | PlannedPacks | PretrainingPacks]) -> JoinedPacks | MixedPacks:
-    """One source of the packs of all members of a blend, numbered one member after the other."""
+    """Join the sources of all members of a blend; packs are numbered one member after the other."""
     if any(isinstance(source, PretrainingPacks) for source in sources):
         return MixedPacks(sources)
     return JoinedPacks([source for source in sources if not isinstance(source, PretrainingPacks)])

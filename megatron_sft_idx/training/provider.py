@@ -1,8 +1,8 @@
-"""What Megatron-LM's ``pretrain()`` is handed so that it trains on packed SFT data.
+"""The dataset provider for Megatron-LM's ``pretrain()`` to train on packed SFT data.
 
-Megatron's own arguments say everything: ``training.megatron_arguments`` has the tables. Arguments that would train on
-something else than what the shards say, or hang, are refused on every rank before anything is built. What goes wrong
-differs from release to release: ``docs/megatron.md`` has the table.
+All settings are Megatron's own arguments; ``training.megatron_arguments`` has the tables. Arguments that would hang or
+train on other tokens than those in the shards are refused on every rank before anything is built. The problems differ
+between releases of Megatron; ``docs/megatron.md`` has the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDat
 logger = get_logger(__name__)
 
 _SPLITS = ("train", "valid", "test")
-# What the provider takes, columns and media aside: fields of the configuration without an argument of Megatron's.
+# Options of the provider in addition to columns and media: fields of the configuration without a Megatron argument.
 _OPTIONS = (
     *("index_only_packing", "packing_method", "max_sequences_per_pack", "padding_mask", "pad_id", "plan_cache"),
     "media_costs",
@@ -58,22 +58,23 @@ def train_valid_test_datasets_provider(
     ignore_media: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Training, validation and test data, as ``pretrain()`` asks for them.
+    """Return training, validation and test data for ``pretrain()``.
 
     Args:
-        train_val_test_num_samples: rows wanted of each; None is one epoch, 0 is none.
-        vp_stage: the virtual pipeline stage, which makes no difference: every stage needs the boundaries.
-        args: Megatron's arguments; None asks ``megatron.training`` for them.
-        columns: names of columns that rows come with.
-        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``.
-        ignore_media: train on shards with images and audio, as if their placeholder tokens were text. A script that
-            adds ``--ignore-media`` to Megatron's arguments need not pass it.
-        options: other fields of ``PackedSFTDatasetConfig`` that Megatron has no argument for: ``index_only_packing``,
+        train_val_test_num_samples: requested rows of each split; None is one epoch, 0 is none.
+        vp_stage: the virtual pipeline stage; it makes no difference, because every stage needs the boundaries.
+        args: Megatron's arguments; None gets them from ``megatron.training``.
+        columns: names of the columns to return with each row.
+        media: makes model inputs from the images and audio of each batch, which are added to the batch:
+            ``training.media.MediaInputs``.
+        ignore_media: train on shards with images and audio as if their placeholder tokens were text. Not needed if the
+            script adds ``--ignore-media`` to Megatron's arguments.
+        options: other fields of ``PackedSFTDatasetConfig`` without a Megatron argument: ``index_only_packing``,
             ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``,
             ``media_costs``.
 
     Raises:
-        FormatError: arguments or shards that cannot be trained on, on every rank.
+        FormatError: arguments or shards cannot be used for training; raised on every rank.
     """
     if args is None:
         from megatron.training import get_args
@@ -100,7 +101,7 @@ def train_valid_test_datasets_provider(
     return built
 
 
-# Megatron then calls it on every rank, and lets the dataset builder decide where data sets are built.
+# With this attribute, Megatron calls the provider on every rank, and the builder decides where data sets are built.
 train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -110,7 +111,7 @@ def build_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> list[Any]:
-    """Build the three data sets with Megatron's builder, on all ranks; ``options`` as for ``config_from_args``."""
+    """Build the three data sets with Megatron's builder, on all ranks; for ``options``, see ``config_from_args``."""
     return _build(config_from_args(args, num_samples=tuple(num_samples), **options), num_samples, is_built_on_rank)
 
 
@@ -125,12 +126,12 @@ def _build(
 
 
 def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
-    """The data sets' configuration as Megatron's arguments give it.
+    """Return the configuration of the data sets for Megatron's arguments.
 
     Args:
-        args: Megatron's arguments; those that a version or a script does not know may be missing.
-        options: fields of ``PackedSFTDatasetConfig`` that Megatron has no argument for, such as
-            ``index_only_packing``. ``ignore_media`` is taken from ``args`` where a script has added it there.
+        args: Megatron's arguments; arguments unknown to a version or a script can be missing.
+        options: fields of ``PackedSFTDatasetConfig`` without a Megatron argument, such as ``index_only_packing``.
+            ``ignore_media`` is read from ``args`` if a script has added it there.
     """
     known = {each.name for each in fields(PackedSFTDatasetConfig)}
     given: dict[str, Any] = {field: getattr(args, name, None) for name, field in FIELDS.items() if field in known}
@@ -149,21 +150,22 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
 
 
 def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) -> None:
-    """On ranks that do not see the cache folder of rank 0, have Megatron build the indices of blends in memory.
+    """Make Megatron build the indices of blends in memory on ranks that do not see the cache folder of rank 0.
 
-    Megatron writes such an index on global rank 0 alone and reads it everywhere else. With a folder on each node, the
-    other nodes would find no file. All ranks must call this together. Plans of packs stay in the folder of the node.
+    Megatron writes such an index only on global rank 0 and reads it on all other ranks. With a local folder on each
+    node, the other nodes would find no file. All ranks must call this together. Packing plans stay in the folder of the
+    node.
 
-    FormatError: there is pretraining data, whose index Megatron cannot build in memory.
+    FormatError: there is pretraining data; Megatron cannot build its index in memory.
     """
-    # With either of these two options the user vouches for the files in every node's folder.
+    # With either of these two options, the user guarantees that the files are in the folder of every node.
     folder, vouched_for = config.path_to_cache, config.fast_cache_load or config.defer_npy_index_mmap
     if not folder or vouched_for or not torch.distributed.is_initialized():
         return
     probe: list[str | None] = [None]
     if torch.distributed.get_rank() == 0:
         name = f"sft-probe-{uuid.uuid4().hex}"
-        # Where rank 0 cannot write, it builds no index either: the indices are there, or Megatron says what is wrong.
+        # If rank 0 cannot write, it cannot build an index either: the indices exist, or Megatron reports the error.
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, name), "xb"):
@@ -192,7 +194,7 @@ def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) 
 
 
 def _tokenizer_fingerprint(args: Namespace) -> str | None:
-    """The fingerprint of Megatron's tokenizer; None unless its files are local and this package reads them."""
+    """Return the fingerprint of Megatron's tokenizer; None unless its files are local and readable by this package."""
     path = getattr(args, "tokenizer_model", None)
     if path is None or not Path(path).exists():
         return None
@@ -205,14 +207,14 @@ def _tokenizer_fingerprint(args: Namespace) -> str | None:
         return None
 
 
-# ---- what is blended ----
+# ---- blends ----
 
 
 Blend = tuple[list[str], list[float] | None]
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """One blend that is split, or one for each split, from the arguments or from the files that they name."""
+    """Return one blend to split, or one blend per split, from the arguments or the files given in them."""
     paths, option = args.data_path, "--data-path"
     if file := getattr(args, "data_args_path", None):
         option = "--data-args-path"
@@ -232,7 +234,7 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def _blends_of_json(named: Any, where: str) -> list[list[str] | None]:
-    """The words of each split's blend. FormatError: something else is in the file."""
+    """Return the words of the blend of each split. FormatError: the file has something else."""
     form = 'such as {"train": ["0.3", "data/a", "0.7", "data/b"], "valid": "data/c"}'
     if not isinstance(named, dict) or not named.keys() <= {*_SPLITS}:
         raise FormatError(f"{where}: expected a JSON object with keys of {', '.join(_SPLITS)}, {form}")
@@ -255,7 +257,7 @@ def _text_of(file: str, option: str) -> str:
 
 
 def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
-    """Paths and weights; FormatError where only some paths have a weight, which Megatron takes for paths in silence."""
+    """Return paths and weights. FormatError: only some paths have a weight; Megatron would read weights as paths."""
     if not words:
         return None
     at_weights = words[::2]

@@ -1,6 +1,7 @@
-"""Sample numbers to packs: the order of an epoch, rows of data sets, and which samples a data-parallel rank reads.
+"""Sample numbers to packs: the order of an epoch, the rows of data sets, and the samples of a data-parallel rank.
 
-``PackedRows`` are the rows of one data set, which pickle small for worker processes; ``BlendedRows`` those of a blend::
+``PackedRows`` are the rows of one data set; they have a small pickle for worker processes. ``BlendedRows`` are the rows
+of a blend::
 
     rows = rows_of(dataset)
     sampler = PackedBatchSampler(rows, ...)
@@ -8,15 +9,15 @@
         step(batch)
 
 Sample i of a run is position ``i % packs`` of epoch ``i // packs``, and each epoch is one permutation of all packs.
-The permutation depends on the seed, the split, the data and the epoch's number and on nothing else: not on how many
-samples are asked for, on ranks, batch sizes or where a run began. So a longer run begins with the same samples as a
-shorter one, and a run that is resumed anywhere goes on with the ones that would have come.
+The permutation depends only on the seed, the split, the data and the number of the epoch. It does not depend on the
+number of requested samples, on ranks, on batch sizes or on the start of the run. A longer run therefore begins with the
+same samples as a shorter one, and a resumed run continues with exactly the samples that would have come next.
 
-The generator is our own Fisher-Yates shuffle on SplitMix64 (``csrc/packing/random.h``), seeded with the 64-bit xxh3 of
-``[seed, split, fingerprint, epoch]`` as JSON: the same on every machine and with every version of numpy.
+The generator is a Fisher-Yates shuffle on SplitMix64 (``csrc/packing/random.h``), seeded with the 64-bit xxh3 of
+``[seed, split, fingerprint, epoch]`` as JSON. It gives the same order on every machine and with every version of numpy.
 
-Global batch k is samples k * B to (k + 1) * B of the data set, whatever the number of ranks. So a run that stops after
-any number of samples goes on with the same global batches on another number of ranks.
+Global batch k has the samples k * B to (k + 1) * B of the data set, for any number of ranks. A run that stops after any
+number of samples can therefore resume with the same global batches on another number of ranks.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ from megatron_sft_idx.training.media import MediaStep
 from megatron_sft_idx.training.pretraining import MixedPacks, PretrainingPacks, blended
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, find_items, reopen
 
-# What an encoder's work for one position of an image or recording costs, in pairs of positions that attend to each
-# other: 12 m a^2 K / (h L), of an encoder with K layers of width a and m positions for each of the model, which has L
-# layers of width h. These are of Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and Qwen2-Audio 7B (m 2, a 1280, K 32,
-# h 4096, L 32).
+# The cost of an encoder's work for one position of an image or recording, in pairs of positions that attend to each
+# other: 12 m a^2 K / (h L). The encoder has K layers of width a and m positions per position of the model. The model
+# has L layers of width h. The values are for Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and Qwen2-Audio 7B (m 2,
+# a 1280, K 32, h 4096, L 32).
 ENCODER_COSTS: Final[Mapping[Kind, float]] = {"image": 25_000, "audio": 9_600}
 
 # ---- the order of an epoch ----
 
 
 class EpochOrder(Shown):
-    """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
+    """The order of ``packs`` packs (1 or more) in each epoch; each split of a data set has its own order.
 
-    ``epoch(number)`` gives the packs of one epoch in their order. Those of two epochs are kept, 4 bytes a pack each (8
-    beyond 2^31 packs), since a batch may end one epoch and begin the next. Threads may share one.
+    ``epoch(number)`` returns the packs of one epoch in order. The orders of two epochs are cached, with 4 bytes per
+    pack and epoch (8 bytes above 2^31 packs), because a batch can contain the end of one epoch and the start of the
+    next. Threads can share an ``EpochOrder``.
     """
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
         self.packs, self.seed, self.split = packs, seed, split
 
-        # No method of this object, which would keep itself, and gigabytes, until the next collection of cycles.
+        # Not a method: a cached method would keep this object, and gigabytes, alive until the garbage collector runs.
         @lru_cache(maxsize=2)
         def epoch(number: int) -> NDArray[np.int32] | NDArray[np.int64]:
             order = shuffled(packs, seed, split, fingerprint, number)
@@ -75,7 +77,7 @@ class EpochOrder(Shown):
         return f"{self.packs:,} packs, seed {self.seed}, split {self.split}"
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The pack of each sample, int64; samples count from 0 through all epochs."""
+        """Return the pack of each sample, int64; samples are counted from 0 over all epochs."""
         epochs, positions = np.divmod(samples, self.packs)
         if len(samples) and (epochs == epochs[0]).all():
             return self.epoch(int(epochs[0]))[positions].astype(np.int64, copy=False)
@@ -90,9 +92,9 @@ class EpochOrder(Shown):
 
 
 class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A map-style data set of samples, each of which is a pack of ``source``.
+    """A map-style data set of samples; each sample is a pack of ``source``.
 
-    ``shape`` has the arguments of ``BatchAssembler`` other than the source and its columns.
+    ``shape`` has the arguments of ``BatchAssembler`` except the source and its columns.
     """
 
     source: PackSource
@@ -105,24 +107,24 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @abstractmethod
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The pack of each sample; samples are 0 to ``num_samples`` - 1."""
+        """Return the pack of each sample; samples are 0 to ``num_samples`` - 1."""
 
     @cached_property
     def assembler(self) -> BatchAssembler:
-        """The assembler of this data set's batches, with all columns of the source."""
+        """The assembler of the batches of this data set, with all columns of the source."""
         return BatchAssembler(self.source, columns=tuple(self.source.columns), **self.shape)
 
     def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-        """The pack of each sample, numbered as in ``source``. IndexError unless all are 0 to ``num_samples`` - 1."""
+        """Return the pack number of each sample in ``source``. IndexError: one is not in 0 to ``num_samples`` - 1."""
         samples = np.asarray(samples, np.int64)
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
             raise IndexError(f"samples {samples.min()} to {samples.max()}, there are {self.num_samples}")
         return self._packs(samples)
 
     def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The packs of samples, and which of them are masked, both in the shape of ``samples``.
+        """Return the packs of samples and which of them are masked, both in the shape of ``samples``.
 
-        A negative number, which counts from the end, is a masked sample.
+        A negative number counts from the end and means a masked sample.
         """
         numbers = np.asarray(samples, np.int64)
         masked = numbers < 0
@@ -130,18 +132,18 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return packs.reshape(numbers.shape), masked
 
     def micro_batches(self, batches: Iterable[Sequence[int]]) -> MicroBatches:
-        """What a ``BatchLoader`` takes: the packs of each micro-batch of sample numbers, again at each iteration.
+        """Return the packs of each micro-batch of sample numbers, for a ``BatchLoader``; looked up at each iteration.
 
-        Those of a ``PackedBatchSampler`` are looked up for many micro-batches at once.
+        For a ``PackedBatchSampler``, many micro-batches are looked up at once.
         """
         return MicroBatches(self, batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The work of each sample that differs between full packs, int64 [samples], in pairs of positions.
+        """Return the part of each sample's work that differs between full packs, int64 [samples], in position pairs.
 
-        Attention of the language model takes the sum of the squared sequence lengths. Where batches carry images and
-        audio, an encoder works on these: each of their positions counts as many pairs as ``media_costs`` says for its
-        kind (None for ``ENCODER_COSTS``).
+        The attention of the language model costs the sum of the squared sequence lengths. If batches carry images and
+        audio, the work of the encoders is added: ``media_costs`` gives the number of pairs per position for each kind
+        (None for ``ENCODER_COSTS``).
         """
         segments = self.source.segments(self.packs(samples))
         of_each = np.square(segments.lengths)
@@ -160,7 +162,7 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return costs
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
-        """A whole batch, which a ``DataLoader`` asks for; its ``collate_fn`` must be ``whole_batch``."""
+        """Return a whole batch to a ``DataLoader``, whose ``collate_fn`` must be ``whole_batch``."""
         packs, masked = self.wanted(samples)
         return self.assembler.rows(packs, masked)
 
@@ -168,23 +170,22 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self.num_samples
 
     def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
-        """One sample.
+        """Return one sample.
 
-        A negative index (or None, which Megatron's GPTDataset accepts) gives a row that only fills up a batch: the
-        tokens of the sample counted from the end, and a loss mask of zeros. IndexError: there is no such sample.
+        A negative index (or None, which Megatron's GPTDataset accepts) returns a row that only fills up a batch: the
+        tokens of the sample counted from the end, with a loss mask of zeros. IndexError: there is no such sample.
         """
         i = -1 if index is None else operator.index(index)
         return self.assembler.sample(int(self.packs([i if i >= 0 else i + self.num_samples])[0]), i < 0)
 
 
 class PackedRows(Rows):
-    """The samples of one split: a source of packs in the order of a seed. Needs torch, and not Megatron.
+    """The samples of one split: a source of packs in the order of a seed. Needs torch but not Megatron.
 
-    A ``PackedSFTDataset`` pickles as this. A worker process then opens the files by itself, and starts without
-    importing Megatron, which takes seconds and hundreds of MB.
+    A ``PackedSFTDataset`` pickles as this class. A worker process then opens the files itself and starts without
+    importing Megatron, which would take seconds and hundreds of MB.
 
-    There are ``num_samples`` samples, over as many epochs as that takes; further arguments are as for
-    ``BatchAssembler``.
+    There are ``num_samples`` samples, over as many epochs as needed. For the other arguments, see ``BatchAssembler``.
     """
 
     def __init__(
@@ -226,10 +227,10 @@ class PackedRows(Rows):
 
 
 class SingleRows(PackedRows):
-    """Samples of one sequence each, for Megatron's packing scheduler, which packs while it trains.
+    """Samples of one sequence each, for Megatron's packing scheduler, which packs during training.
 
     A sample has ``tokens``, ``labels`` and ``position_ids``, int64 [n], ``loss_mask``, float32 [n], and
-    ``original_seq_len`` and ``padded_seq_len``, int32 [1]: n is the padded length, a multiple of
+    ``original_seq_len`` and ``padded_seq_len``, int32 [1]. n is the padded length, a multiple of
     ``sequence_multiple``. The packs of the source must have one sequence each.
     """
 
@@ -245,12 +246,12 @@ class SingleRows(PackedRows):
         return {**sample, "original_seq_len": sizes[0], "padded_seq_len": sizes[1]}
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
-        """The samples one by one, since their lengths differ."""
+        """Return a list of samples, because their lengths differ."""
         return [self[int(sample)] for sample in samples]
 
 
 class PretrainingRows(Rows):
-    """The samples of pretraining data, in the order in which its data set has them; ``shape`` as for ``Rows``."""
+    """The samples of pretraining data, in the order of its data set; for ``shape``, see ``Rows``."""
 
     def __init__(self, source: PretrainingPacks, num_samples: int, **shape: Any) -> None:
         self.source: PretrainingPacks = source
@@ -264,7 +265,7 @@ class PretrainingRows(Rows):
 
 
 class BlendedRows(Rows):
-    """The samples of a blend, read as those of one data set: as whole batches, with masked samples and look-ahead.
+    """The samples of a blend, read like one data set: in whole batches, with masked samples and read-ahead.
 
     Sample i is sample ``sample_of[i]`` of member ``member_of[i]``. All members must have the same ``shape``.
     """
@@ -291,13 +292,13 @@ class BlendedRows(Rows):
 
 
 def rows_of(dataset: Any) -> Rows:
-    """The rows of a data set that Megatron's builder made, to be read by a ``BatchLoader``.
+    """Return the rows of a data set that Megatron's builder made, for a ``BatchLoader``.
 
     Args:
         dataset: a ``PackedSFTDataset``, its rows, or a ``BlendedDataset`` of these.
 
     Raises:
-        TypeError: something else, such as a blend of blends.
+        TypeError: ``dataset`` is something else, such as a blend of blends.
     """
     if isinstance(dataset, Rows):
         return dataset
@@ -306,7 +307,7 @@ def rows_of(dataset: Any) -> Rows:
     if not hasattr(dataset, "dataset_index"):
         raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
     if dataset.dataset_index is None and len(dataset):
-        dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
+        dataset[0]  # with defer_npy_index_mmap, a blend opens its index at the first read
     members = [rows for rows in map(rows_of, dataset.datasets) if isinstance(rows, PackedRows | PretrainingRows)]
     if len(members) < len(dataset.datasets):
         raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")
@@ -317,32 +318,32 @@ def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: An
     return kind(reopen(*source_state), *others)
 
 
-# ---- a global batch, dealt out evenly ----
+# ---- balancing a global batch ----
 
 
 def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np.int64]:
-    """Deal the packs of a global batch to ranks and micro-batches so that all have about the same cost.
+    """Distribute the packs of a global batch over ranks and micro-batches so that all have about the same cost.
 
-    The packs are sorted by cost and cut into rows of one pack a rank, so that what ranks work on at the same time costs
-    about the same, for ranks may wait for each other within a step. In each row, the pack of the highest cost goes to
-    the rank whose sum is lowest so far. Then the rank with the highest sum swaps packs with others while that lowers
-    it, within a row as long as possible, since a step waits for the highest sum. Whole rows are dealt to micro-batches
-    in the same way.
+    The packs are sorted by cost and cut into rows of one pack per rank. Packs that ranks process at the same time then
+    cost about the same, which matters because ranks may wait for each other within a step. In each row, the pack with
+    the highest cost goes to the rank with the lowest sum so far, and so on. Then the rank with the highest sum, for
+    which a step has to wait, swaps packs with other ranks while that lowers its sum, within a row if possible. Whole
+    rows are distributed over micro-batches in the same way.
 
     Args:
-        costs: of each pack of the batch, int64 [ranks * micro_batches * packs a micro-batch].
-        ranks: data-parallel ranks.
-        micro_batches: micro-batches of each rank in a step.
+        costs: cost of each pack of the batch, int64 [ranks * micro_batches * packs per micro-batch].
+        ranks: number of data-parallel ranks.
+        micro_batches: number of micro-batches of each rank in a step.
 
     Returns:
-        Positions in the batch, int64 [ranks, micro_batches, packs], each once; the same for the same arguments.
+        Positions in the batch, int64 [ranks, micro_batches, packs], each exactly once. The result is deterministic.
     """
     rows = _level(costs, ranks)
     return rows[_level(costs[rows].sum(axis=1), micro_batches)].transpose(2, 1, 0)
 
 
 def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """Positions in ``costs``, int64 [packs a rank, ranks]: rows of similar cost, columns of nearly equal sums."""
+    """Return positions in ``costs``, int64 [packs per rank, ranks]: rows of similar costs, columns of similar sums."""
     order = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rows = np.empty_like(order)
     sums = np.zeros(ranks, np.int64)
@@ -355,15 +356,15 @@ def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
 
 
 def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
-    """Swap entries in place while that lowers the largest column sum: within rows if possible, else between rows."""
+    """Swap entries in place while this lowers the largest column sum: within rows if possible, else between rows."""
     mean = sums.mean()
-    for _ in range(1000):  # each swap lowers the largest sum by a bit; the bound is for hostile costs
+    for _ in range(1000):  # each swap lowers the largest sum a little; the limit is for adversarial costs
         high = int(sums.argmax())
         if sums[high] <= mean * 1.002:
             return
         table = costs[rows]
-        # The larger of the two sums after a swap, within a row first: [row, another column], [row of the highest
-        # column, row of another, that column]. There are many times as many of the latter.
+        # The larger of the two sums after each possible swap. First swaps within a row: [row, other column]. Then swaps
+        # between rows: [row of the highest column, other row, other column]; there are many times as many of these.
         for theirs in (table[:, None], table[None]):
             moved = table[:, high, None, None] - theirs
             higher = np.maximum(sums[high] - moved, sums + moved)
@@ -384,14 +385,14 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
 # ---- the samples of a rank ----
 
 
-# The number of a sample that only fills up a batch: its loss mask is all zeros.
+# The number of a sample that only fills up a batch and has a loss mask of zeros.
 PADDING = -1
 
 
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The packs of each micro-batch, looked up at each iteration; as many as there are batches of sample numbers."""
+    """The packs of each micro-batch, looked up at each iteration; one entry per batch of sample numbers."""
 
     rows: Rows
     batches: Iterable[Sequence[int]]
@@ -408,25 +409,26 @@ class MicroBatches:
 
 
 class PackedBatchSampler(Shown):
-    """The sample numbers of one data-parallel rank, a list for each micro-batch; a DataLoader's ``batch_sampler``.
+    """The sample numbers of one data-parallel rank, one list per micro-batch; a DataLoader's ``batch_sampler``.
 
-    The arguments are those of Megatron's ``MegatronPretrainingSampler``, but for the data set in place of its length.
+    The arguments are those of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
 
     Args:
         dataset: the data set.
-        consumed_samples: how many samples all ranks have taken before.
-        micro_batch_size: how many packs a rank takes at a time.
+        consumed_samples: number of samples that all ranks together have consumed before.
+        micro_batch_size: packs per micro-batch of a rank.
         data_parallel_rank: the rank of this process.
-        data_parallel_size: how many ranks read different packs.
-        global_batch_size: how many packs a step takes; needed to balance, else only checked.
-        balance_attention: deal the packs of each global batch so that all ranks have about the same work of attention.
-            Each global batch has the same packs, so training is the same; their ranks and micro-batches differ.
-        drop_last: leave out the packs that do not fill a micro-batch of every rank (a global batch when balancing).
-            False fills up with samples whose loss is masked, for evaluation: then every pack comes once. Not for
-            Megatron's ``BlendedDataset``, which has no such samples; its ``rows_of`` do.
+        data_parallel_size: number of ranks that read different packs.
+        global_batch_size: packs per step; required for ``balance_attention``, otherwise only checked.
+        balance_attention: distribute the packs of each global batch so that all ranks have about the same attention
+            work. Each global batch keeps its packs, so training is the same; only the ranks and micro-batches of packs
+            change.
+        drop_last: drop the packs at the end that do not fill a micro-batch of every rank (with ``balance_attention``, a
+            global batch). False fills up with masked samples, for evaluation, so that every pack comes once. This does
+            not work with Megatron's ``BlendedDataset``, which has no masked samples; use its ``rows_of``.
 
     Raises:
-        FormatError: numbers that do not go together.
+        FormatError: the numbers contradict each other.
     """
 
     def __init__(
@@ -445,7 +447,7 @@ class PackedBatchSampler(Shown):
         self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
         self.rank, self.ranks = data_parallel_rank, data_parallel_size
         self.balance_attention = balance_attention
-        # Made only where costs are needed, since the rows of a blend open all of its members.
+        # Made only if costs are needed, because the rows of a blend open all of its members.
         self._rows: Any = None
         if balance_attention:
             self._rows = dataset if hasattr(dataset, "attention_costs") else rows_of(dataset)
@@ -485,7 +487,7 @@ class PackedBatchSampler(Shown):
         return f"{consumed}, micro-batches of {self.micro_batch_size}, rank {self.rank} of {self.ranks}"
 
     def __len__(self) -> int:
-        """How many micro-batches there are from ``consumed_samples`` to the end."""
+        """Number of micro-batches from ``consumed_samples`` to the end."""
         return self._windows * (self._window // (self.micro_batch_size * self.ranks))
 
     @property
@@ -498,9 +500,9 @@ class PackedBatchSampler(Shown):
             yield from block.tolist()
 
     def blocks(self) -> Iterator[NDArray[np.int64]]:
-        """The same sample numbers in blocks of many micro-batches, int64 [micro-batches, packs], which costs less.
+        """Yield the same sample numbers in blocks of many micro-batches, int64 [micro-batches, packs], which is faster.
 
-        The first blocks are small, since the trainer waits for the first batch.
+        The first blocks are small, because the trainer waits for the first batch.
         """
         count = self.total_samples - self.consumed_samples
         windows, first = self._windows, 0
@@ -512,7 +514,7 @@ class PackedBatchSampler(Shown):
             first = last
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """This rank's micro-batches of a window, [micro-batches, packs]."""
+        """Return the micro-batches of this rank in a window, [micro-batches, packs]."""
         if not self.balance_attention:
             return samples.reshape(-1, self.ranks, self.micro_batch_size)[:, self.rank]
         costs = np.zeros(len(samples), np.int64)

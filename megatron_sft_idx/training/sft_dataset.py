@@ -1,7 +1,8 @@
-"""``PackedSFTDataset``: packed SFT data for Megatron's dataset builder; ``PackedSFTDatasetConfig``: what it is told.
+"""``PackedSFTDataset``: packed SFT data for Megatron's dataset builder; ``PackedSFTDatasetConfig``: its configuration.
 
-Megatron lets rank 0 build first while the others wait at a barrier. An error on rank 0 alone would leave them waiting
-until the process group times out, so everything that headers can tell is checked when the configuration is made.
+Megatron lets rank 0 build first while the other ranks wait at a barrier. An error only on rank 0 would leave them
+waiting until the process group times out. Everything that can be checked with the headers is therefore checked when the
+configuration is made.
 """
 
 from __future__ import annotations
@@ -46,47 +47,49 @@ from megatron_sft_idx.training.sources import (
 
 logger = get_logger(__name__)
 
-# ---- what a run says ----
+# ---- configuration of a run ----
 
 
 @dataclass(repr=False)
 class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     """Configuration of ``PackedSFTDataset``.
 
-    Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
-    ``path_to_cache`` and ``num_dataset_builder_threads`` mean what they mean there; a path of a blend may be one shard,
-    a folder or a glob of shards, on disk or at ``s3://`` or ``msc://``, whose index files are then kept in
-    ``object_storage_cache_path`` (None for the usual folder); or ``pretrain:`` and the prefix of a stock Megatron
-    dataset on disk, of whose rows every token is trained. The tokenizer may be None. What has to do with stock
-    documents (resetting positions and masks, EOD) is not looked at: rows carry their sequence boundaries.
+    These fields of the parent have the same meaning as there: ``random_seed``, ``sequence_length``, ``blend`` or
+    ``blend_per_split``, ``split``, ``path_to_cache`` and ``num_dataset_builder_threads``. The tokenizer can be None.
+    Fields for stock documents (resetting positions and masks, EOD) are ignored, because rows have sequence boundaries.
+
+    A path of a blend is a shard, a folder or a glob of shards, on disk or at ``s3://`` or ``msc://``. The index files
+    of remote shards are cached in ``object_storage_cache_path`` (None for the default folder). A path can also be
+    ``pretrain:`` and the prefix of a stock Megatron dataset on disk; every token of its rows is trained.
 
     Attributes:
         index_only_packing: pack the sequences of the shards for ``sequence_length`` when training starts, instead of
-            taking packs as they are stored. Splits then go by sequence, not by pack.
-        packing_method: of ``pack_sequences``, for index-only packing.
-        max_sequences_per_pack: for index-only packing; None for no limit.
-        single_sequences: one sequence a sample, for Megatron's packing scheduler; see ``SingleRows``.
-        sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
-            needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
-        pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
-        columns: names of columns that rows come with, beside what Megatron's own data sets give; every shard has them.
-            ``docs/megatron.md`` says how a forward step takes them.
-        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``. Without
-            it shards with images or audio are refused.
-        media_costs: what ranks are kept level by, beside attention: the work of the model's encoders for one position
-            of ``image`` and of ``audio``; see ``rows.ENCODER_COSTS``, which None stands for.
-        ignore_media: train on shards with images and audio, as if their placeholder tokens were text.
-        padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
-            ``GPTModel``, whose MoE routers then count tokens alone.
-        tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
+            using the stored packs. Splits then divide sequences, not packs.
+        packing_method: method of ``pack_sequences``, for index-only packing.
+        max_sequences_per_pack: limit for index-only packing; None for no limit.
+        single_sequences: one sequence per sample, for Megatron's packing scheduler; see ``SingleRows``.
+        sequence_multiple: pad each sequence to a multiple of this inside its row. None uses the multiple that the
+            parallelism needs: 2 x ``context_parallel_size`` if that is above 1, times ``sequence_parallel_size`` if
+            set.
+        pad_id: id for padding; None uses that of the shards, then that of the tokenizer, then 0.
+        columns: names of columns that rows have in addition to the fields of Megatron's own data sets; every shard must
+            have them. ``docs/megatron.md`` shows how to use them in a forward step.
+        media: makes model inputs from the images and audio of each batch, which are added to the batch:
+            ``training.media.MediaInputs``. Without it, shards with images or audio are refused.
+        media_costs: the work of the model's encoders for one position of ``image`` and of ``audio``, used in addition
+            to attention to balance ranks; None for ``rows.ENCODER_COSTS``.
+        ignore_media: train on shards with images and audio as if their placeholder tokens were text.
+        padding_mask: whether rows have a padding mask, bool [sequence_length], True on padding. It is for forward steps
+            that pass it to ``GPTModel``; MoE routers then count only tokens.
+        tokenizer_fingerprint: fingerprint of the model's tokenizer; shards that were made with another tokenizer are
             refused.
-        vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None is not
-            looked at.
-        num_samples: rows wanted of each split, None for an epoch. Splits of 0 rows are left out, also if a shard is too
-            small to have any for them.
-        global_batch_size: for the log line that says how many steps an epoch has.
-        plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
-        read: how local shards are read: by maps, or by ``pread`` where ``mmap_bin_files`` is False.
+        vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None skips this
+            check.
+        num_samples: requested rows of each split, None for one epoch. Splits with 0 rows are left out, even if a shard
+            is too small to have any rows for them.
+        global_batch_size: used in the log line with the number of steps per epoch.
+        plan_cache: folder for the plans of index-only packing; None for ``path_to_cache``.
+        read: how to read local shards: with memory maps, or with ``pread`` if ``mmap_bin_files`` is False.
     """
 
     reset_position_ids: bool | None = False
@@ -117,18 +120,18 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     _corpora: dict[str, tuple[Corpus, Any]] = field(init=False, default_factory=dict, repr=False)
 
     def _shown(self) -> str:
-        """The fields whose values are not their defaults, of more than fifty."""
+        """Return the fields that differ from their defaults; there are more than fifty fields."""
         changed = ((each.name, getattr(self, each.name)) for each in fields(self) if each.repr)
         defaults = {each.name: each.default for each in fields(self)}
         return ", ".join(f"{name}={value_text(value)}" for name, value in changed if value != defaults[name])
 
     def __post_init__(self) -> None:
-        """Fill in what is derived, and check everything that needs no more than headers.
+        """Set derived fields, and check everything that needs only the headers.
 
         Raises:
-            FormatError: options or shards that cannot be trained on; the message says which and what to do.
-            ShardNotFoundError: a path without a shard.
-            SequenceError: index-only packing of sequences longer than a row.
+            FormatError: options or shards cannot be used for training; the message says which and what to do.
+            ShardNotFoundError: there is no shard at a path.
+            SequenceError: with index-only packing, sequences are longer than a row.
         """
         if self.blend is None and not any(self.blend_per_split or ()):
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
@@ -136,18 +139,18 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
         self._check_options()
         self.read, blends = ReadOptions.of("read", self.read), [blend for _, blend in self._blends()]
-        # Megatron wants it off for object storage, where nothing is mapped here either.
+        # Megatron requires mmap_bin_files to be off for object storage, where nothing is mapped here either.
         all_remote = all(is_remote(path) for paths, _ in blends for path in paths)
         if not self.mmap_bin_files and self.read.backend == "mmap" and not all_remote:
             self.read = self.read._replace(backend="pread")
         for blend in blends:
             self._check_weights(*blend)
         try:
-            # Not GPTDatasetConfig's, which insists on a tokenizer.
+            # Not that of GPTDatasetConfig, which requires a tokenizer.
             BlendedMegatronDatasetConfig.__post_init__(self)
         except (AssertionError, ValueError) as error:
             why = " ".join(str(error).split()) or "a split is up to three numbers, such as 98,1,1"
-            if why.startswith("--"):  # Megatron names its flags
+            if why.startswith("--"):  # Megatron's message begins with its flag
                 raise FormatError(why) from None
             raise FormatError(f"split {self.split!r}, or what goes with it: {why}") from None
         self._leave_out_unwanted()
@@ -167,13 +170,13 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         )
         self._choose_caches()
         self._check_paths()
-        # What the shards of each path agree on, those of all paths do.
+        # Properties that all shards of one path must share must be the same for the shards of all paths.
         together = ShardSet.joined(list(self._opened.values()))
         together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
         if not self.index_only_packing:
             remedy = "pack them again for one --seq-length, or set index_only_packing"
             together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
-        # All data sets of a blend number files alike, so that it does not matter which of them a row is read from.
+        # All data sets of a blend number files in the same way, so that a number does not depend on the data set.
         united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
         if self._corpora:
             self._check_mixed(has_files=united is not None)
@@ -182,7 +185,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             self.source_files = [*united.files, *(corpus.source_file for corpus, _ in self._corpora.values())]
 
     def _check_options(self) -> None:
-        """Require options that do something."""
+        """Check that no option is set without effect."""
         if self.single_sequences and (self.columns or self.media is not None):
             what = f"columns {', '.join(self.columns)}" if self.columns else "media"
             raise FormatError(
@@ -199,7 +202,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_paths(self) -> None:
         for path, split, ends in self._split_ranges():
-            if not ends[0] <= ends[1]:  # no number, or none above 0
+            if not ends[0] <= ends[1]:  # NaN: the parts are not numbers, or none is above 0
                 what = "sequences" if self.index_only_packing else "packs"
                 raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
             if is_pretraining(path):
@@ -247,12 +250,13 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         blend_weights(paths, weights)
 
     def _choose_caches(self) -> None:
-        """Keep the cache for plans, and away from Megatron's blends where they cannot use it.
+        """Use the cache folder for plans, and disable it for Megatron's blends if they cannot use it.
 
-        On a cache miss megatron-core 0.16 asks for the rank to find out who writes the blend's index, and fails where
-        torch.distributed is not initialised. Such an index is quickly made, so one process makes it anew every time.
+        On a cache miss, megatron-core 0.16 asks for the rank to decide which process writes the index of the blend.
+        This fails if torch.distributed is not initialised. Building such an index is fast, so a single process rebuilds
+        it every time.
         """
-        # Not plan_cache, which may be a folder on each node.
+        # Not plan_cache, which can be a local folder on each node.
         self._documents_cache = self.path_to_cache
         self.plan_cache = self.plan_cache or self.path_to_cache
         needed = self.fast_cache_load or self.defer_npy_index_mmap
@@ -266,7 +270,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             self.path_to_cache = None
 
     def _split_ranges(self) -> Iterator[tuple[str, Split, tuple[float, float]]]:
-        """Each path with each split that draws from it and the share of the path that is the split's."""
+        """Yield each path with each split that uses it and the split's range of the path, as fractions."""
         for split, (paths, _) in self._blends():
             for path in paths:
                 if split is not None:
@@ -277,7 +281,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                         yield path, each, ends
 
     def open_shards(self, path: str) -> ShardSet:
-        """The shards of one path of a blend; what was checked is what is trained on, and headers are read once."""
+        """Return the shards of a path of a blend. They are opened once, so the checked shards are the trained ones."""
         if path not in self._opened:
             _require_no_stock_dataset(path)
             self._opened[path] = ShardSet.open(
@@ -290,7 +294,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         return self._opened[path]
 
     def open_documents(self, path: str) -> tuple[Corpus, Any]:
-        """The pretraining data of a path of a blend, and Megatron's ``IndexedDataset`` of its documents."""
+        """Return the pretraining data of a path of a blend, and Megatron's ``IndexedDataset`` of its documents."""
         if path not in self._corpora:
             corpus = Corpus.open(path)
             documents = GPTDataset.build_low_level_dataset(corpus.prefix, self.config_of_documents(corpus))
@@ -298,7 +302,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         return self._corpora[path]
 
     def config_of_documents(self, corpus: Corpus) -> GPTDatasetConfig:
-        """What Megatron's ``GPTDataset`` is told about a corpus."""
+        """Return the configuration of Megatron's ``GPTDataset`` for a corpus."""
         blend = [corpus.prefix], None
         one_for_all = self.blend is not None
         return GPTDatasetConfig(
@@ -319,7 +323,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         )
 
     def _check_documents(self, path: str, split: Split, ends: tuple[float, float]) -> None:
-        """Require that a split has a row at least: of one without any, Megatron would never stop looking for more."""
+        """Check that a split has at least one row. For a split without rows, Megatron would loop endlessly."""
         lengths = self.open_documents(path)[1].sequence_lengths
         first, last = (round(end * float(len(lengths))) for end in ends)
         tokens = int(lengths[first:last].sum(dtype=np.int64))
@@ -331,7 +335,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             )
 
     def _check_mixed(self, has_files: bool) -> None:
-        """Require what the chats of a blend with pretraining data may not have."""
+        """Refuse options that cannot be combined with pretraining data in a blend."""
         paths = ", ".join(self._corpora)
         if self.single_sequences:
             raise FormatError(
@@ -379,14 +383,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             require_fit(shards, self.plan_options)
             return
         fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
-        if fill < 0.5:  # hardly packed for this job
+        if fill < 0.5:  # probably not packed for this job
             message = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
             log_single_rank(logger, logging.WARNING, message, path, self.sequence_length, 100 * fill)
         self.most_sequences = max(self.most_sequences, *(header.most_sequences for header in shards.headers))
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:
         what, count = "sequences" if self.index_only_packing else "packs", self.count(path)
-        # As Megatron's builder rounds; pairs are planned whole.
+        # Round like Megatron's builder; plans never separate pairs.
         step = 2 if self.index_only_packing and "pair" in self.columns else 1
         first, last = (round(end * float(count)) // step for end in ends)
         if first >= last:
@@ -402,11 +406,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     @property
     def pretraining(self) -> list[str]:
-        """The paths of pretraining data in the blend."""
+        """Paths of the pretraining data in the blend."""
         return list(self._corpora)
 
     def count(self, path: str) -> int:
-        """What splits of a path divide: packs, sequences with index-only packing, documents of pretraining data."""
+        """Return the number of units that splits of a path divide.
+
+        Units are packs; with index-only packing, sequences; for pretraining data, documents.
+        """
         if is_pretraining(path):
             return len(self.open_documents(path)[1])
         shards = self.open_shards(path)
@@ -414,15 +421,15 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     @property
     def cu_seqlens_width(self) -> int:
-        """Length of ``cu_seqlens``, one for all data sets of this configuration, so that their rows stack.
+        """Length of ``cu_seqlens``, the same for all data sets of this configuration, so that rows can be stacked.
 
-        Known from the headers for stored packs; with index-only packing, once all data sets are built.
+        For stored packs, the headers give it. With index-only packing, it is known when all data sets are built.
         """
         return self.most_sequences + 2
 
 
 def _require_no_stock_dataset(path: str) -> None:
-    """FormatError where a path of a blend is a data set of Megatron's own, which has no loss masks."""
+    """Raise FormatError if a path of a blend is a stock Megatron dataset, which has no loss masks."""
     paths = ShardPaths.of(path)
     if is_remote(path) or paths.missing() != [each for each in paths.all if each not in (paths.tokens, paths.idx)]:
         return
@@ -433,27 +440,27 @@ def _require_no_stock_dataset(path: str) -> None:
     )
 
 
-# ---- what Megatron builds ----
+# ---- the data set that Megatron builds ----
 
 
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
-    """Rows of packed sequences, in another order for every epoch; see ``megatron_sft_idx.training.rows``.
+    """Rows of packed sequences, in a different order in each epoch; see ``megatron_sft_idx.training.rows``.
 
-    A path of pretraining data has the rows of Megatron's ``GPTDataset``, in the order in which that has them.
+    For a path of pretraining data, the rows and their order are those of Megatron's ``GPTDataset``.
 
-    Built by ``BlendedMegatronDatasetBuilder``. It pickles as its light ``rows``.
+    Built by ``BlendedMegatronDatasetBuilder``. It pickles as its ``rows``, which are small.
 
     Args:
-        dataset: what ``build_low_level_dataset`` made.
-        dataset_path: the path of the blend it was made from.
-        indices: the split: consecutive packs, or sequences with index-only packing; None is all of them.
-        num_samples: rows to serve, over as many epochs as it takes; None is one epoch.
-        index_split: which split it is.
-        config: how rows are made.
+        dataset: the result of ``build_low_level_dataset``.
+        dataset_path: the path in the blend.
+        indices: the split: consecutive packs, or sequences with index-only packing; None for all.
+        num_samples: number of rows, over as many epochs as needed; None for one epoch.
+        index_split: the split.
+        config: the configuration of the rows.
 
     Raises:
         FormatError: the split is empty or not consecutive.
-        SequenceError: with index-only packing, sequences longer than a row.
+        SequenceError: with index-only packing, sequences are longer than a row.
     """
 
     def __init__(
@@ -473,7 +480,7 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
                     " give it more of --split, or none at all"
                 )
             first, last = int(indices[0]), int(indices[-1]) + 1
-        # The parent keeps what it is given; a range says the same as gigabytes of consecutive numbers.
+        # The parent keeps this argument; a range takes no memory, while consecutive numbers can take gigabytes.
         super().__init__(dataset, dataset_path, range(first, last), num_samples, index_split, config)
         self.source: StoredPacks | PlannedPacks | PretrainingPacks
         if is_pretraining(dataset_path):
@@ -482,7 +489,7 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
             self.source = self._packs_of_shards(config.open_shards(dataset_path), first, last)
         config.most_sequences = max(config.most_sequences, self.source.most_sequences)
         self._rows: PackedRows | PretrainingRows | None = None
-        # Put the content into the key of Megatron's caches, which holds the path only.
+        # Put the content into the key of Megatron's caches, which otherwise has only the path.
         self.unique_identifiers["data"] = self.source.fingerprint
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
         described = self.unique_description.encode("utf-8")
@@ -501,12 +508,12 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     def _pretraining_packs(self, indices: NDArray[np.integer[Any]] | None) -> PretrainingPacks:
         path, config = self.dataset_path, self.config
         corpus, documents = config.open_documents(path)
-        if indices is None and not config.fast_cache_load:  # Megatron gives none where its caches are whole
+        if indices is None and not config.fast_cache_load:  # Megatron passes None if its caches are complete
             indices = np.arange(len(documents), dtype=np.int32)
         of_documents = config.config_of_documents(corpus)
         try:
             rows = GPTDataset(documents, corpus.prefix, indices, self.num_samples, self.index_split, of_documents)
-        except (ValueError, EOFError, OSError) as error:  # what numpy says of a file of indices that was cut short
+        except (ValueError, EOFError, OSError) as error:  # raised by numpy for a truncated file of indices
             cache = of_documents.path_to_cache or os.path.join(corpus.prefix, "cache")
             raise FormatError(
                 f"{path}: Megatron cannot read or write its indices of it in {cache} ({error}); see that this is a"
@@ -515,13 +522,13 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         return PretrainingPacks(corpus, rows, config.sequence_length, config.columns, config.vocab_size)
 
     def _epoch(self) -> str:
-        """What an epoch has, for the log."""
+        """Describe an epoch, for the log."""
         packs, tokens = self.source.num_packs, self.source.num_tokens()
         if isinstance(self.source, PretrainingPacks):
             return f"{packs} rows of pretraining data, {tokens} tokens, all of them trained on"
         shards = self.source.shards
         everything = shards.total("num_tokens")
-        # Of a split, what is trained on is its share of all, by tokens.
+        # For a split, estimate the trained tokens by its share of all tokens.
         trained = f"{round(shards.total('num_trained_tokens') * tokens / everything)} of them trained on"
         about = "" if tokens == everything else "about "
         batch = self.config.global_batch_size
@@ -534,24 +541,24 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        # Without the tokenizer, which changes nothing here and need not be given.
+        # Without the tokenizer, which changes nothing here and is optional.
         return ["random_seed", "sequence_length", "split", "split_matrix", "sequence_multiple", "index_only_packing"]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: PackedSFTDatasetConfig) -> range:
-        """Numbers of what splits of a path divide; see ``PackedSFTDatasetConfig.count``."""
+        """Return the numbers of the units that splits of a path divide; see ``PackedSFTDatasetConfig.count``."""
         return range(config.count(dataset_path))
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: range) -> int:
-        """How much splits divide."""
+        """Return the number of units that splits divide."""
         return len(low_level_dataset)
 
     @property
     def rows(self) -> PackedRows | PretrainingRows:
-        """The samples without Megatron around them; what loaders read and what is pickled."""
+        """The samples without Megatron, for loaders and for pickling."""
         width = self.config.cu_seqlens_width
-        if self._rows is None or self._rows.shape["width"] != width:  # data sets built since then may need wider rows
+        if self._rows is None or self._rows.shape["width"] != width:  # data sets built later may need wider rows
             pad_ids = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
             shape = {
                 "seq_length": self.config.sequence_length,
@@ -579,9 +586,9 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         return self.source.num_packs if self.num_samples is None else int(self.num_samples)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """One row; see ``PackedRows.__getitem__``, for negative and missing indices too."""
+        """Return one row; see ``PackedRows.__getitem__``, also for negative and missing indices."""
         return self.rows[idx]
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
-        """A whole batch; see ``PackedRows.__getitems__``."""
+        """Return a whole batch; see ``PackedRows.__getitems__``."""
         return self.rows.__getitems__(samples)

@@ -1,7 +1,7 @@
-"""Sources of packs to train on: packs as they are stored, packs planned when training starts, or a legacy file.
+"""Sources of packs to train on: stored packs, packs planned when training starts, or a legacy file.
 
-A source gives each pack as a list of sequences that lie somewhere in shards; batches are assembled from these. Nothing
-here copies a token.
+A source returns each pack as a list of sequences with their locations in shards. Batches are assembled from these
+lists. Nothing here copies a token.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make
 
 # The tokens and the label-aligned loss mask of a shard, then its columns.
 Arrays: TypeAlias = tuple[Array, ...]
-# The index arrays of a shard: CSR offsets of its sequences by pack, offsets of its packs in tokens, starts of sequences
-# in their packs, and how many tokens it has.
+# The index arrays of a shard: CSR offsets of its sequences by pack, token offsets of its packs, starts of sequences in
+# their packs, and its number of tokens.
 Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 @shown_by_fields
 class WholeRows(NamedTuple):
-    """Packs that are no sequences in shards, but rows that come whole, as pretraining data does.
+    """Packs that are complete rows instead of sequences in shards, such as rows of pretraining data.
 
     Such a row is one segment from its first position to its last, and every position of it is trained on.
 
     Attributes:
-        packs: int64 [rows], the positions of these packs among those that were asked for.
-        shards: int32 [rows], for each a number as of ``Segments.shards``, by which the column ``source`` names it.
-        numbers: int64 [rows], the number of each row there.
-        read: gives the tokens and the labels of a row, int64 [seq_length] each, for its ``shards`` and ``numbers``.
+        packs: int64 [rows], the positions of these packs among the requested packs.
+        shards: int32 [rows], the shard of each row, as in ``Segments.shards``; used for the column ``source``.
+        numbers: int64 [rows], the number of each row in its shard.
+        read: returns tokens and labels of a row, int64 [seq_length] each, for its entries in ``shards`` and
+            ``numbers``.
     """
 
     packs: NDArray[np.int64]
@@ -70,12 +71,12 @@ class Segments:
         offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
         shards: int32 [segments], the shard of each sequence, as a number for ``PackSource.arrays``.
         starts: int64 [segments], the position of its first token in those arrays.
-        lengths: int64 [segments], how many tokens it has.
-        used: the distinct values of ``shards``, ascending; None where they were not determined.
-        sequences: int64 [segments], the number of each sequence in its shard, by which its columns are found; None
-            where the source has no columns of sequences.
-        packs: int64 [packs], the number of each pack in its shard; None where these are not packs of shards.
-        whole: the packs that have no segments, since they come whole; None for none.
+        lengths: int64 [segments], its number of tokens.
+        used: the distinct values of ``shards``, ascending; None if they were not determined.
+        sequences: int64 [segments], the number of each sequence in its shard, needed to find its columns; None if the
+            source has no columns of sequences.
+        packs: int64 [packs], the number of each pack in its shard; None if these are not packs of shards.
+        whole: the packs that are complete rows and have no segments; None if there are none.
     """
 
     offsets: NDArray[np.int64]
@@ -89,27 +90,27 @@ class Segments:
 
 
 class ItemFinder(Protocol):
-    """Finds the images and audio of sequences by the positions of their tokens, in one set of arrays."""
+    """Find the images and audio of sequences by token position, in one set of arrays."""
 
     def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
-        """The items of some sequences, in order.
+        """Return the items of some sequences, in order.
 
         Args:
             starts: position of the first token of each sequence, int64 [sequences].
-            lengths: how many tokens each has, int64 [sequences].
+            lengths: number of tokens of each sequence, int64 [sequences].
 
         Returns:
-            For each item the number of its sequence, int64 [items], ascending; and the items, whose ``starts`` are
-            counted from the first token of that sequence.
+            For each item the number of its sequence, int64 [items], ascending; and the items. Their ``starts`` are
+                counted from the first token of the sequence.
         """
         ...
 
     def bytes_of_each(self, numbers: Sequence[int]) -> Mapping[int, bytes | memoryview]:
-        """Encoded files by the numbers that ``Items.blobs`` has."""
+        """Return the encoded files for numbers of ``Items.blobs``."""
         ...
 
     def will_need(self, numbers: Sequence[int]) -> None:
-        """Have the kernel read these files from disk in the background, where they lie on one."""
+        """Ask the kernel to read these files in the background, if they are on disk."""
         ...
 
 
@@ -117,15 +118,15 @@ class PackSource(Protocol):
     """Packs to train on, numbered from 0.
 
     Attributes:
-        num_packs: how many there are.
-        capacity: the most token positions a pack may hold.
-        sequence_multiple: a pack fits the capacity also when each of its sequences is rounded up to this.
-        most_sequences: the most sequences in a pack.
-        pad_id: the tokenizer's padding id; None where unknown.
+        num_packs: number of packs.
+        capacity: the maximum number of token positions in a pack.
+        sequence_multiple: packs fit the capacity even if each sequence is rounded up to a multiple of this.
+        most_sequences: the maximum number of sequences in a pack.
+        pad_id: the padding id of the tokenizer; None if unknown.
         fingerprint: hash of content and options, hex.
-        columns: the columns that ``arrays`` gives, in their order, each with its spec in every shard; these differ in
-            metadata alone.
-        media_prefix: one of its shards that has images or audio; None where none has, or none is known to.
+        columns: the columns in ``arrays``, in order, each with its specs in all shards. The specs differ only in
+            metadata.
+        media_prefix: a shard that has images or audio; None if no shard has media or this is unknown.
     """
 
     num_packs: int
@@ -138,32 +139,32 @@ class PackSource(Protocol):
     media_prefix: str | None
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; ``packs`` is int64 [packs], or [packs, 2] for live shards."""
+        """Return the locations of the sequences of packs, int64 [packs], or [packs, 2] for live shards."""
         ...
 
     def arrays(self, shard: int) -> Arrays:
-        """All tokens, label-aligned loss masks and column values behind a number of ``Segments.shards``.
+        """Return all tokens, label-aligned loss masks and column values for a number of ``Segments.shards``.
 
-        They are numpy arrays where they are mapped, else arrays that read the slices they are asked for. Several shards
-        may lie in one set of arrays. Columns are one-dimensional, an item a row; those of sequences and of packs are in
-        memory or mapped.
+        They are numpy arrays if the shard is mapped, else arrays that read the requested slices. Several shards can
+        share one set of arrays. Columns are one-dimensional, with one item per row. Columns of sequences and packs are
+        in memory or mapped.
         """
         ...
 
     def items(self, shard: int) -> ItemFinder | None:
-        """What finds images and audio behind a number of ``Segments.shards``; None where there are none."""
+        """Return the finder of images and audio for a number of ``Segments.shards``; None if there are none."""
         ...
 
 
 @shown_by_fields
 class FoundItems(NamedTuple):
-    """Images and audio of ``Segments``, in the order of the sequences and of their places in these.
+    """Images and audio of ``Segments``, ordered by sequence and by position in the sequence.
 
     Attributes:
         segments: the number of each item's sequence in ``Segments``, int64 [items].
         items: the items; ``starts`` are counted from the first token of the sequence.
-        finders: what found them, and has their files.
-        slots: the position in ``finders`` of what found each item, int64 [items].
+        finders: the finders of the items, which also read their files.
+        slots: the position in ``finders`` of the finder of each item, int64 [items].
     """
 
     segments: NDArray[np.int64]
@@ -173,10 +174,10 @@ class FoundItems(NamedTuple):
 
 
 def find_items(source: PackSource, segments: Segments) -> FoundItems:
-    """The images and audio of sequences.
+    """Find the images and audio of sequences.
 
     Raises:
-        CorruptShardError: the places of items break a rule of FORMAT.md.
+        CorruptShardError: positions of items break a rule of FORMAT.md.
         StorageError: the object store of a remote shard does not answer.
     """
     used, slots = in_slots(segments.shards, segments.used)
@@ -197,14 +198,14 @@ def find_items(source: PackSource, segments: Segments) -> FoundItems:
 
 
 def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
-    """The weights of a blend as floats.
+    """Return the weights of a blend as floats.
 
     Args:
-        names: what errors call the members.
-        weights: one for each.
+        names: names of the members, for errors.
+        weights: one weight per member.
 
     Raises:
-        FormatError: a weight is not a number above 0, or their sum is more than a float holds.
+        FormatError: a weight is not a number above 0, or the sum of the weights overflows a float.
     """
     values = []
     for name, weight in zip(names, weights, strict=True):
@@ -223,16 +224,15 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
 
 
 def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = "") -> None:
-    """FormatError where packs have images or audio, and go into batches of text alone without leave.
+    """Raise FormatError if packs with images or audio would go into text-only batches without ``ignore_media``.
 
-    Everything that makes batches calls this, for each shard or file that it takes packs from, unless its batches carry
-    images and audio.
+    All code that makes batches without images and audio calls this for each shard or file that it takes packs from.
 
     Args:
         where: the shard or file, for the error.
         has_media: whether its packs have images or audio.
-        ignore_media: the leave: placeholder tokens are then tokens like all others, whose loss mask is 0.
-        remedy: how batches of the caller can carry them; empty where they cannot.
+        ignore_media: allow it; placeholder tokens then count as ordinary tokens with a loss mask of 0.
+        remedy: how batches of the caller can carry media; empty if they cannot.
     """
     if has_media and not ignore_media:
         raise FormatError(
@@ -243,11 +243,11 @@ def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = 
 
 
 def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
-    """Numbers the shards that occur from 0, so that lists with an entry a shard stay short.
+    """Renumber the shards that occur from 0, so that lists with one entry per shard stay short.
 
     Returns:
-        The shards that occur, ascending (``used``, where the caller knows them), and for each entry of ``shards`` its
-        position among these.
+        The shards that occur, ascending (``used``, if the caller passes it), and for each entry of ``shards`` its
+            position in this list.
     """
     if used is None:
         used = sorted(set(shards.tolist()))
@@ -259,9 +259,9 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 
 
 class _ShardPacks(Shown):
-    """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
+    """Base class of sources over a ``ShardSet``: everything of a ``PackSource`` except ``segments``.
 
-    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
+    A source uses the range ``first`` to ``last`` of ``total`` packs or sequences; ``unit`` says which of the two.
     """
 
     num_packs: int
@@ -297,15 +297,15 @@ class _ShardPacks(Shown):
 
     @property
     def content(self) -> str:
-        """Hash of all that the shards hold, hex, wherever they lie and whichever part is taken."""
+        """Hash of the content of all shards, hex; independent of their location and of the range that is used."""
         return self.shards.fingerprint
 
     def state(self) -> tuple[Any, ...]:
-        """The arguments by which ``reopen`` makes this source again in another process: few plain values."""
+        """Return the arguments for ``reopen`` to open this source in another process: a few plain values."""
         return self.shards.__getstate__(), self.first, self.last
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
+        """Return tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
         if (held := self.shards.in_memory) is not None:
             return held.tokens, held.loss
         opened = self.shards.shard(shard)
@@ -314,12 +314,12 @@ class _ShardPacks(Shown):
         return opened.files.tokens, opened.files.loss, *beside
 
     def items(self, shard: int) -> ItemFinder | None:
-        """What finds the images and audio of one shard; see ``PackSource``."""
+        """Return the finder of images and audio of one shard; see ``PackSource``."""
         return None if self.shards.in_memory is not None else self.shards.shard(shard).items
 
 
 def _shard_ranges(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
-    """The shards that a range lies in: the number of each, and where the range begins and ends within it."""
+    """Return the shards that a range covers: the number of each, and the begin and end of the range within it."""
     edges = enumerate(itertools.pairwise(bounds.tolist()))
     ranges = ((number, max(first, begin) - begin, min(last, end) - begin) for number, (begin, end) in edges)
     return [each for each in ranges if each[1] < each[2]]
@@ -335,21 +335,21 @@ def located(
     numbers: list[int] | None = None,
     numbered: bool = False,
 ) -> Segments:
-    """Finds the sequences of packs by the index arrays of their shards, in one native call.
+    """Find the sequences of packs with the index arrays of their shards, in one native call.
 
     Args:
-        indexes: of some shards; None for a shard that none of the packs lies in.
+        indexes: index arrays of some shards; None for a shard without any of the packs.
         slots: [packs], for each pack the position of its shard in ``indexes``.
         packs: int64 [packs], the number of each pack in its shard.
-        limits: capacity, sequence multiple and most sequences, which every pack must keep to.
-        broken: makes the error about a pack that breaks a rule, of its position in ``packs`` and of what is wrong.
-        numbers: the shards of ``indexes`` as ``Segments.shards`` is to name them; None for 0, 1, ...
-        numbered: whether ``Segments.sequences`` is to be given.
+        limits: capacity, sequence multiple and maximum number of sequences; every pack must respect these.
+        broken: makes the error for a pack that breaks a rule, from its position in ``packs`` and the reason.
+        numbers: the numbers for ``Segments.shards`` of the shards in ``indexes``; None for 0, 1, ...
+        numbered: whether to return ``Segments.sequences``.
     """
     try:
         offsets, shards, starts, lengths = _native.pack_segments(indexes, slots, packs, limits)
     except ValueError:
-        for i in range(len(packs)):  # find out which pack it is
+        for i in range(len(packs)):  # find the pack that breaks the rule
             try:
                 _native.pack_segments(indexes, slots[i : i + 1], packs[i : i + 1], limits)
             except ValueError as error:
@@ -369,7 +369,7 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """A ``PackSource`` of packs as they are stored: ``first`` to ``last``, counted through all shards.
+    """A ``PackSource`` of stored packs ``first`` to ``last``, counted over all shards.
 
     FormatError: there are no such packs.
     """
@@ -383,14 +383,14 @@ class StoredPacks(_ShardPacks):
         self.most_sequences = max(header.most_sequences for header in headers)
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; see ``PackSource``.
+        """Return the locations of the sequences of these packs; see ``PackSource``.
 
         Raises:
-            FormatError: a pack's index entries break a rule of the format.
+            FormatError: the index entries of a pack break a rule of the format.
         """
         in_set = packs + self.first
         shards, local = self.shards.locate(in_set)
-        if (held := self.shards.in_memory) is not None:  # the arrays of all shards lie in one set of arrays
+        if (held := self.shards.in_memory) is not None:  # all shards share one set of arrays
             self.shards.read_into_memory(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), in_set
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
@@ -406,7 +406,7 @@ class StoredPacks(_ShardPacks):
         return located(indexes, slots, local, limits, broken, numbers=numbers, numbered=self._numbered)
 
     def num_tokens(self) -> int:
-        """How many tokens all packs have. Of a shard that is used in part, two offsets are read."""
+        """Return the number of tokens of all packs. For a partly used shard, this reads two offsets."""
         total = 0
         for number, begin, end in _shard_ranges(self.shards.packs_before, self.first, self.last):
             header = self.shards.headers[number]
@@ -421,14 +421,14 @@ class StoredPacks(_ShardPacks):
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How sequences are packed when training starts: the arguments of ``pack_sequences``.
+    """Options for packing when training starts: the arguments of ``pack_sequences``.
 
     Attributes:
-        capacity: the most token positions a pack may hold.
-        sequence_multiple: each sequence counts as its length rounded up to this.
-        method: as for ``pack_sequences``.
-        max_sequences_per_pack: the most sequences a pack may hold; None for no limit.
-        seed: of the random numbers that packing uses.
+        capacity: the maximum number of token positions in a pack.
+        sequence_multiple: each sequence counts as its length rounded up to a multiple of this.
+        method: see ``pack_sequences``.
+        max_sequences_per_pack: the maximum number of sequences in a pack; None for no limit.
+        seed: seed of the random numbers that packing uses.
     """
 
     capacity: int
@@ -441,21 +441,21 @@ class PlanOptions:
 class PlannedPacks(_ShardPacks):
     """A ``PackSource`` that packs the sequences of shards when training starts (index-only packing).
 
-    The shards may be a tokenised corpus (one sequence a pack) or hold packs of another capacity. A plan says which
-    sequences share a pack. Where ``pair`` is among the columns, the two sequences of a pair do, and a range that begins
-    or ends inside a pair begins or ends before it. With a cache folder one process makes the plan and all map it;
-    without one, every process makes its own, and all of these are the same.
+    The shards may be a tokenised corpus (one sequence per pack) or have packs of another capacity. A plan says which
+    sequences share a pack. If ``pair`` is among the columns, the two sequences of a pair share a pack, and a range that
+    would begin or end inside a pair begins or ends before it. With a cache folder, one process makes the plan and all
+    processes map it. Without one, every process makes its own plan, and all plans are identical.
 
     Args:
-        shards: the shards that have the sequences.
+        shards: the shards with the sequences.
         options: how sequences are packed.
-        cache: the folder for the plan's file; None keeps the plan in memory.
-        first: the first sequence of the range that is used, counted through all shards.
-        last: where the range ends; None for the end of the last shard.
+        cache: the folder for the file of the plan; None keeps the plan in memory.
+        first: the first sequence of the range that is used, counted over all shards.
+        last: the end of the range; None for the end of the last shard.
 
     Raises:
-        SequenceError: sequences do not fit the capacity; says how many.
-        FormatError: the range is empty, a column has values of packs, or the plan's file was cut short.
+        SequenceError: sequences do not fit the capacity; the message gives their number.
+        FormatError: the range is empty, a column has one value per pack, or the file of the plan is truncated.
     """
 
     def __init__(
@@ -467,7 +467,7 @@ class PlannedPacks(_ShardPacks):
         last: int | None = None,
     ) -> None:
         _refuse_pack_columns(shards)
-        # Every shard that has the column holds whole pairs (rule C10), so pairs begin at even numbers.
+        # Every shard with this column has only complete pairs (rule C10), so pairs begin at even numbers.
         group = 2 if "pair" in shards.columns else 1
         first, last = first // group * group, None if last is None else last // group * group
         super().__init__(shards, "sequences", shards.num_sequences, first, last, plan=asdict(options))
@@ -478,11 +478,11 @@ class PlannedPacks(_ShardPacks):
         self.capacity, self.sequence_multiple = options.capacity, options.sequence_multiple
 
     def state(self) -> tuple[Any, ...]:
-        """The arguments for ``reopen``."""
+        """Return the arguments for ``reopen``."""
         return *super().state(), self.cache, *asdict(self.options).values()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; see ``PackSource``."""
+        """Return the locations of the sequences of these packs; see ``PackSource``."""
         plan = self.plan
         begins = plan.offsets[packs]
         offsets, entries = csr_rows(begins, plan.offsets[packs + 1] - begins)
@@ -496,14 +496,14 @@ class PlannedPacks(_ShardPacks):
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def _make(self) -> PlacedPlan:
-        """Pack the sequences; their places are in the order of the packs, so that reading a pack touches few pages."""
+        """Pack the sequences. The plan is in the order of the packs, so that reading a pack touches few pages of it."""
         by_shard, lengths = _starts(self.shards, self.first, self.last)
         require_fit(self.shards, self.options, lengths)
         groups = None
         if "pair" in self.columns:
             groups = np.arange(len(lengths)) // 2
             for number, _ in by_shard:
-                pair_numbers(self.shards.shard(number))  # raises where these are no pairs
+                pair_numbers(self.shards.shard(number))  # raises if these are not pairs
         packed = pack_sequences(lengths, groups=groups, **asdict(self.options))
         starts = _joined([starts[:-1] for _, starts in by_shard])
         plan = PlacedPlan.of(packed.num_packs, len(lengths), packed.most_sequences, self._numbered)
@@ -519,16 +519,16 @@ class PlannedPacks(_ShardPacks):
         return plan
 
     def num_tokens(self) -> int:
-        """How many tokens all packs have; reads the whole plan unless that is of all sequences."""
+        """Return the number of tokens of all packs; reads the whole plan unless it has all sequences."""
         if self.last - self.first == self.shards.num_sequences:
             return self.shards.total("num_tokens")
         return int(self.plan.lengths.sum(dtype=np.int64))
 
 
 class JoinedPacks(Shown):
-    """A ``PackSource`` of several sources, for a blend; its packs are theirs, numbered one source after the other.
+    """A ``PackSource`` of several sources, for a blend; packs are numbered one source after the other.
 
-    Stored packs are found in one call, however many sources there are; planned ones are asked of each source.
+    Stored packs are found in one call for any number of sources. Planned packs need one call per source.
     """
 
     def __init__(self, sources: Sequence[StoredPacks | PlannedPacks]) -> None:
@@ -554,7 +554,7 @@ class JoinedPacks(Shown):
         return f"{len(self._sources)} sources: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; see ``PackSource``."""
+        """Return the locations of the sequences of these packs; see ``PackSource``."""
         members = np.searchsorted(self.packs_before, packs, side="right") - 1
         if self._stored is not None:
             return self._stored.segments(packs + self._shift[members])
@@ -568,7 +568,7 @@ class JoinedPacks(Shown):
             self._sources[member].segments(packs[rows] - self.packs_before[member])
             for member, rows in zip(used, rows_of, strict=True)
         ]
-        order = np.argsort(np.concatenate(rows_of))  # for each pack its position among the answers
+        order = np.argsort(np.concatenate(rows_of))  # for each pack its position in the answers
         counts = np.concatenate([np.diff(answer.offsets) for answer in answers])
         offsets, entries = csr_rows((np.cumsum(counts) - counts)[order], counts[order])
         befores = self._shards_before[used].astype(np.int32)
@@ -582,14 +582,14 @@ class JoinedPacks(Shown):
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
+        """Return tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
         if self._stored is not None:
             return self._stored.arrays(shard)
         member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
         return self._sources[member].arrays(shard - int(self._shards_before[member]))
 
     def items(self, shard: int) -> ItemFinder | None:
-        """What finds the images and audio of one shard; see ``PackSource``."""
+        """Return the finder of images and audio of one shard; see ``PackSource``."""
         if self._stored is not None:
             return self._stored.items(shard)
         member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
@@ -597,11 +597,11 @@ class JoinedPacks(Shown):
 
 
 def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
-    """Where the sequences ``first`` to ``last`` begin.
+    """Find the sequences ``first`` to ``last``.
 
     Returns:
-        For each shard that they lie in its number, and the positions of their first tokens and behind the last one,
-        int64; and the lengths of all of them, int64.
+        For each shard with such sequences its number and, int64, the positions of their first tokens and the position
+            after the last token; and the lengths of all sequences, int64.
     """
     by_shard = []
     ranges = _shard_ranges(shards.sequences_before, first, last)
@@ -625,16 +625,16 @@ def _refuse_pack_columns(shards: ShardSet) -> None:
 
 
 def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int64] | None = None) -> None:
-    """Require that all sequences, or pairs of them, fit a pack.
+    """Check that every sequence, or every pair of sequences, fits a pack.
 
     Args:
-        shards: the shards that have the sequences.
+        shards: the shards with the sequences.
         options: how they would be packed.
-        lengths: of the sequences; None reads those of all, unless headers alone say that they fit.
+        lengths: lengths of the sequences; None reads all lengths, unless the headers show that all sequences fit.
 
     Raises:
-        SequenceError: some do not fit; says how many.
-        FormatError: the options are wrong, or a column has values of packs.
+        SequenceError: some do not fit; the message gives their number.
+        FormatError: the options are wrong, or a column has one value per pack.
     """
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
     if lengths is None:
@@ -643,7 +643,7 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
             pack_sequences(np.zeros(0, np.int64), **asdict(options))
         except (ValueError, TypeError) as error:
             raise FormatError(f"index-only packing: {error}") from None
-        # Headers do not tell how long a pair is whose two sequences are each rounded up.
+        # Headers do not have the length of a pair with both sequences rounded up.
         fit = "pair" not in shards.columns and max(header.longest_pack for header in shards.headers) <= usable
         if fit or not shards.num_sequences:
             return
@@ -662,7 +662,7 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
 
 
 def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
-    """The source whose ``state`` these arguments are: planned packs where there are options, else stored ones."""
+    """Open a source from its ``state``: planned packs if there are options, else stored packs."""
     opened = ShardSet.reopen(shards)
     if not options:
         return StoredPacks(opened, first, last)
@@ -670,19 +670,19 @@ def reopen(shards: Any, first: int, last: int, cache: str | None = None, *option
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one may be mapped, and stays so
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single array may be mapped and stays mapped
 
 
 # ---- packs of a legacy file ----
 
 
 class LegacySource(Shown):
-    """A ``PackSource`` of the packs of a legacy ``.npy``, all of which are in memory.
+    """A ``PackSource`` of the packs of a legacy ``.npy`` file, which is loaded into memory.
 
     Args:
-        path: of the file.
-        capacity: the most token positions a pack may hold; None for those of the longest pack.
-        pad_id: the tokenizer's padding id, which the file does not say.
+        path: path of the file.
+        capacity: the maximum number of token positions in a pack; None for the length of the longest pack.
+        pad_id: the padding id of the tokenizer, which the file does not have.
 
     Raises:
         FormatError, SequenceError: see ``read_legacy``.
@@ -707,13 +707,13 @@ class LegacySource(Shown):
         return f"{self.path}: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; see ``PackSource``."""
+        """Return the locations of the sequences of these packs; see ``PackSource``."""
         index = self._packs.sequence_offsets, self._packs.token_offsets, self._starts, len(self._packs.tokens)
         numbers = np.ascontiguousarray(packs, np.int64)
         return Segments(*_native.pack_segments([index], np.zeros(len(numbers), np.int64), numbers))
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """All tokens and label-aligned loss masks; see ``PackSource``."""
+        """Return all tokens and label-aligned loss masks; see ``PackSource``."""
         return self._packs.tokens, self._packs.loss_mask
 
     def items(self, shard: int) -> None:

@@ -184,7 +184,8 @@ def mds(folder: Path, shard: Shard) -> Store:
     with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
         for pack in shard:
             images = [bytes(item.data) for item in pack["media"]]
-            row = {name: pack[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}
+            ids = pack["input_ids"].astype(np.int32)  # of a small vocabulary they are uint16
+            row = {"input_ids": ids, "loss_mask": pack["loss_mask"], "seq_boundaries": pack["seq_boundaries"]}
             writer.write({**row, "ends": np.cumsum([len(each) for each in images]), "images": b"".join(images)})
     name = f"mosaicml-streaming {streaming.__version__} (MDS)"
     return Store(name, sorted((folder / "mds").glob("*.mds")), lambda _: _MdsRows(folder / "mds"))
