@@ -1,7 +1,7 @@
-"""Arguments of public functions, held to their type hints.
+"""Checks of the arguments of public functions against their type hints.
 
-Without this, a wrong type would end deep inside in a traceback, or pass as something else: a masked array as its raw
-values, a number as a path.
+Without these checks, a wrong type would end in a traceback deep inside the package, or be misread: a masked array as
+its raw values, a number as a path.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LISTS = (Sequence, Collection, Iterable, list, tuple)
 
 
 def checked(function: _Function) -> _Function:
-    """Hold the arguments of a public function or constructor to its type hints before it runs.
+    """Check the arguments of a public function or constructor against its type hints before it runs.
 
-    Paths, truth values, integers, choices, dicts with string keys, lists of strings and objects of this package are
-    checked; all else is left to the function.
+    Only paths, bools, integers, choices, dicts with string keys, lists of strings and objects of this package are
+    checked.
 
     Raises:
-        FormatError: of the function that this makes, for an argument of another type.
+        FormatError: raised by the returned function if an argument has another type.
     """
     signature = inspect.signature(function)
 
@@ -45,7 +45,7 @@ def checked(function: _Function) -> _Function:
 
 @cache
 def _hint_of(function: Callable[..., Any], name: str) -> Any:
-    """The type hint of a parameter; Any where it cannot be evaluated, as of names that only type checkers import."""
+    """Return the type hint of a parameter, or Any if it cannot be evaluated (names imported only for type checkers)."""
     try:
         return eval(function.__annotations__.get(name, "Any"), function.__globals__)
     except (NameError, TypeError):
@@ -53,7 +53,7 @@ def _hint_of(function: Callable[..., Any], name: str) -> Any:
 
 
 def require_fields(instance: Any) -> None:
-    """FormatError where a field of a dataclass is of another type than its hint; for ``__post_init__``."""
+    """Raise FormatError if a field of a dataclass has another type than its hint. Call it in ``__post_init__``."""
     hints = get_type_hints(type(instance))
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
@@ -62,7 +62,7 @@ def require_fields(instance: Any) -> None:
 
 
 def require_type(name: str, value: Any, hint: Any) -> None:
-    """FormatError unless a value is what a type hint says, as far as ``checked`` looks."""
+    """Raise FormatError unless a value matches a type hint, as far as ``checked`` checks types."""
     expected = [told for kind in (get_args(hint) if _is_union(hint) else [hint]) if (told := _expected(value, kind))]
     all_kinds = len(get_args(hint)) if _is_union(hint) else 1
     if len(expected) == all_kinds:
@@ -81,7 +81,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _expected(value: Any, hint: Any) -> str:
-    """What a value should be, where it is not what one hint says; else "". Hints of other kinds take any value."""
+    """Return the expected type if the value does not match a hint, else "". Unsupported hints accept any value."""
     origin, is_protocol = get_origin(hint) or hint, getattr(hint, "_is_protocol", False)
     told: dict[Any, tuple[bool, str]] = {
         type(None): (value is None, "None"),
@@ -96,7 +96,7 @@ def _expected(value: Any, hint: Any) -> str:
     if origin in told:
         is_right, expected = told[origin]
     elif origin is Literal:
-        is_right = isinstance(value, str)  # which of them, the function looks at
+        is_right = isinstance(value, str)  # the function checks which of the choices it is
         expected = f"one of {', '.join(map(str, get_args(hint)))}"
     elif origin is Mapping:
         is_right = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)

@@ -1,4 +1,4 @@
-"""``SFTIndexedDatasetBuilder``: ``ShardWriter`` for scripts that write by Megatron's ``IndexedDatasetBuilder``."""
+"""``SFTIndexedDatasetBuilder``: a ``ShardWriter`` with the interface of Megatron's ``IndexedDatasetBuilder``."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 
 
 class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[misc]
-    """Builds a shard pack by pack, in bounded memory, published all at once or not at all.
+    """Builds a shard pack by pack in bounded memory. The shard is published completely or not at all.
 
     Use it as a context manager: a clean exit finalizes, an exception publishes nothing. The parent's constructor is
-    not called: it would truncate a ``.bin`` that someone reads.
+    not called, because it would truncate a ``.bin`` that another process may be reading.
 
     Args:
-        bin_path: ``PREFIX.bin``, as the parent takes it.
+        bin_path: ``PREFIX.bin``, as in the parent class.
         dtype: np.int32, or np.uint16 for vocabularies below 65500.
         multimodal: not supported; must be False.
-        capacity: most token positions a pack may hold; None sets it to the longest pack.
+        capacity: maximum number of token positions in a pack; None sets it to the longest pack.
         mask_dtype: np.uint8 for masks of 0 and 1, np.float32 for weights.
         sequence_multiple: count each sequence as its length rounded up to this against the capacity.
-        pad_id: the tokenizer's padding id, kept for readers.
-        overwrite: replace what is at the prefix.
+        pad_id: the tokenizer's padding id, stored for readers.
+        overwrite: replace an existing shard at the prefix.
         metadata: JSON object for the header.
-        columns: columns to write, by name, as ``ShardWriter`` takes them.
+        columns: columns to write, by name. See ``ShardWriter``.
 
     Raises:
-        FormatError: an argument the format does not allow, or something is at the prefix already.
+        FormatError: the format does not allow an argument, or the prefix already exists.
     """
 
     @checked
@@ -99,27 +99,27 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment, columns=columns)
 
     def add_item(self, tensor: Any, mode: int = 0) -> NoReturn:
-        """Refused: an item has no loss mask."""
+        """Not supported: an item has no loss mask."""
         self._refuse("add_item", "tokens alone have no loss mask and no sequence starts")
 
     def add_document(self, tensor: Any, lengths: list[int], modes: list[int] | None = None) -> NoReturn:
-        """Refused: a document has no loss mask."""
+        """Not supported: a document has no loss mask."""
         self._refuse("add_document", "tokens alone have no loss mask")
 
     def end_document(self) -> NoReturn:
-        """Refused: every pack is a document of its own."""
+        """Not supported: every pack is one document."""
         self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
 
     def _refuse(self, method: str, reason: str) -> NoReturn:
         raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all packs of another shard, whose files must match the checksums in its header.
+        """Append all packs of another shard. Its files must match the checksums in its header.
 
         Raises:
             ShardNotFoundError: there is no packed SFT shard at the prefix.
-            FormatError: its token dtype differs, or it has columns other than this builder's.
-            CorruptShardError: its files do not match these checksums; nothing is published.
+            FormatError: its token dtype or its columns differ from this builder's.
+            CorruptShardError: its files do not match the checksums; nothing is published.
             SequenceError: its packs do not fit this builder's capacity or mask dtype.
         """
         shard = Shard(path_prefix)
@@ -131,7 +131,7 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         self.writer.add_shard(shard)
 
     def finalize(self, idx_path: str | None = None) -> Header:
-        """Write the indexes and publish the shard; ``idx_path``, where given, must be ``PREFIX.idx``."""
+        """Write the indexes and publish the shard. ``idx_path``, if given, must be ``PREFIX.idx``."""
         expected = self.writer.prefix + ".idx"
         if idx_path is not None and os.path.abspath(idx_path) != os.path.abspath(expected):
             raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")

@@ -1,6 +1,6 @@
-"""``SFTIndexedDataset``: ``Shard``, which knows nothing of Megatron, for code that reads by its ``IndexedDataset``.
+"""``SFTIndexedDataset``: a ``Shard`` with the interface of Megatron's ``IndexedDataset``.
 
-``MMapIndexedDataset``, which older Megatron called its memory-mapped reader, is an alias.
+``MMapIndexedDataset``, the name of the memory-mapped reader in older versions of Megatron, is an alias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 
 
 class _Index:
-    """The attributes of ``IndexedDataset.index`` that Megatron's own code reads; arrays are made on first use."""
+    """The attributes of ``IndexedDataset.index`` that Megatron's code reads. Arrays are created on first use."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -57,29 +57,32 @@ class _Index:
 class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     """A packed SFT shard, read by pointer arithmetic over memory maps.
 
-    ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``: ids in the on-disk dtype and the
-    label-aligned mask as read-only views that stay valid after the dataset is gone, and the boundaries
-    ``[0, start_1, ..., length]`` as fresh int32. A shard with images or audio adds ``media``: a list of those of the
-    pack, each with its encoded file as a read-only view. This is the one method whose meaning differs from the
-    parent's, which gives the tokens alone: ``get`` does that here too. Opening costs the same for any number of packs.
+    ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``. The ids (in the on-disk dtype) and the
+    label-aligned mask are read-only views that stay valid after the dataset is gone. The boundaries
+    ``[0, start_1, ..., length]`` are a new int32 array. A shard with images or audio adds ``media``: a list of the
+    items
+    of the pack, each with its encoded file as a read-only view. ``ds[i]`` is the only method whose meaning differs from
+    the parent's, which returns only tokens; use ``get`` for that. Opening takes the same time for any number of packs.
 
     Args:
-        path_prefix: the path the five files share.
+        path_prefix: the path that the five files share.
         multimodal: not supported; must be False.
-        mmap: memory maps; False reads with pread, for file systems where mapping is slow or refused.
-        object_storage_config: Megatron's, for ``s3://`` and ``msc://`` prefixes: its ``path_to_idx_cache`` is where
-            index files are kept; None for the usual folder. Tokens and masks are read by exact ranges, so
-            ``bin_chunk_nbytes`` has no effect, and ``mmap`` is of the cached index files only.
+        mmap: use memory maps; False reads with pread, for file systems on which mapping is slow or not allowed.
+        object_storage_config: Megatron's, for ``s3://`` and ``msc://`` prefixes. Index files are cached in its
+            ``path_to_idx_cache``; None uses the default folder. Tokens and masks are read by exact ranges, so
+            ``bin_chunk_nbytes`` has no effect, and ``mmap`` affects only the cached index files.
         s3_config: the parent's older name for ``object_storage_config``.
-        fast_cache_load, sequences_per_dataset, dtype_code: accepted and without effect: only the header is parsed.
-        copy: hand out writable copies instead of read-only views, and encoded files as ``bytes``.
-        backend: as ``Shard`` takes it, such as ``"pread"``; with None, ``mmap`` decides.
-        advice: as ``Shard`` takes it. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
-        huge_pages: as ``Shard`` takes it.
+        fast_cache_load, sequences_per_dataset, dtype_code: accepted, but without effect, because only the header is
+            parsed.
+        copy: return writable copies instead of read-only views, and encoded files as ``bytes``.
+        backend: such as ``"pread"``; see ``Shard``. With None, ``mmap`` decides.
+        advice: see ``Shard``. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
+        huge_pages: see ``Shard``.
+        columns: names of the columns to return with each pack.
         columns: names of the columns whose values each pack has too.
 
     Raises:
-        ShardNotFoundError: some of the five files are missing, or a column.
+        ShardNotFoundError: some of the five files, or a column, are missing.
         FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
     """
 
@@ -121,7 +124,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
-        """Open the shard; arguments as the constructor's."""
+        """Open the shard. The arguments are those of the constructor."""
         if multimodal:
             raise FormatError(
                 f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"
@@ -139,12 +142,12 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         return self.shard, self.object_storage_config
 
     def __setstate__(self, state: tuple[Shard, Any]) -> None:
-        """Set every attribute: of a new object, which ``initialize`` hands over, and of an unpickled one."""
+        """Set every attribute, for a new object (called by ``initialize``) and for an unpickled one."""
         self.shard, self.object_storage_config = state
         self.path_prefix, self.multimodal, self.mmap = self.shard.prefix, False, self.shard.backend == "mmap"
 
     def __del__(self) -> None:
-        # The parent deletes its reader and index here. A shard's maps close with the last view of them.
+        # The parent deletes its reader and index here. The maps of a shard close with their last view.
         return
 
     @property
@@ -154,7 +157,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
 
     @cached_property
     def index(self) -> _Index:
-        """Lengths, pointers and documents, as the parent's ``index`` has them; made when first asked for."""
+        """Lengths, pointers and documents, like the parent's ``index``; created on first use."""
         return _Index(self.shard)
 
     def __len__(self) -> int:
@@ -170,16 +173,22 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     def __getitem__(self, idx: slice) -> list[Pack]: ...
 
     def __getitem__(self, idx: int | np.integer[Any] | slice) -> Pack | list[Pack]:
-        """One pack, or a list of packs for a slice of step 1; negative indices count from the end."""
+        """Return one pack, or a list of packs for a slice of step 1. Negative indices count from the end."""
         return self.shard[idx]
 
     def get(self, idx: int, offset: int = 0, length: int | None = None, *, copy: bool = False) -> NDArray[Any]:
-        """Tokens ``[offset, offset + length)`` of a pack, as the parent gives them; ``copy`` for a writable array."""
+        """Return tokens ``[offset, offset + length)`` of a pack, like the parent.
+
+        With ``copy``, the array is writable.
+        """
         tokens = self.shard.get(idx, offset, length)
         return tokens.copy() if copy else tokens
 
     def sequences(self, idx: int, *, copy: bool = False) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """``(input_ids, loss_mask)`` of each sequence of a pack, in order; ``copy`` for writable arrays."""
+        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order.
+
+        With ``copy``, arrays are writable.
+        """
         found = self.shard.sequences(idx)
         return [(ids.copy(), mask.copy()) for ids, mask in found] if copy else found
 
@@ -188,17 +197,17 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         return self.index.document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
-        """Let this object report other document indices, as the parent does."""
+        """Make this object report other document indices, like the parent."""
         self.index.document_indices = document_indices
 
     @property
     def sequence_modes(self) -> NDArray[np.int8]:
-        """Refused: packed SFT shards have no modes."""
+        """Not supported: packed SFT shards have no modes."""
         raise FormatError(f"{self.path_prefix}: packed SFT shards have no sequence modes")
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether the five files are all there; a stock ``.bin`` and ``.idx`` alone are no shard."""
+        """Return whether all five files exist. A stock ``.bin`` and ``.idx`` without the others is not a shard."""
         return not missing_files(path_prefix)
 
 

@@ -1,17 +1,17 @@
-"""What a caller can catch, what every message owes its reader, and the check of options against their type hints.
+"""The exceptions of this package, helpers for their messages, and checks of options against their type hints.
 
 ::
 
     SFTIndexError
     ├── ShardNotFoundError (FileNotFoundError)   some of a shard's five files are missing
-    ├── FormatError (ValueError)                 bytes that are not what FORMAT.md says
+    ├── FormatError (ValueError)                 bytes do not match FORMAT.md
     │   ├── UnsupportedVersionError              a version this package does not read
     │   └── CorruptShardError                    path, byte offset and rule
     ├── SequenceError (ValueError)               a row, sequence or pack that cannot be used
-    └── StorageError                             an object store failed to give or to take bytes
+    └── StorageError                             a read from or write to an object store failed
 
-A class exists only where a caller would act differently. Every message starts with the path (or says which
-argument), then what was found and expected, the rule of FORMAT.md where there is one, and a remedy.
+Each class exists because a caller may want to handle it differently. Every message starts with the path or the name of
+the argument. Then it says what was found and expected, names the rule of FORMAT.md if there is one, and gives a remedy.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-# Names that are offered for one that does not exist.
+# Number of names to suggest for a name that does not exist.
 _MAX_OFFERED = 3
 
 
 class SFTIndexError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error this package raises on purpose."""
 
 
 class ShardNotFoundError(SFTIndexError, FileNotFoundError):
-    """Some or all of a shard's five files are not there, or a column of it.
+    """Some or all of a shard's five files are missing, or a column.
 
     Attributes:
         prefix: the path the five files share.
-        missing: paths of the files that are not there.
+        missing: paths of the missing files.
     """
 
     def __init__(self, prefix: str, missing: Sequence[str], remedy: str) -> None:
@@ -51,15 +51,15 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
 
 
 class FormatError(SFTIndexError, ValueError):
-    """A file, option or shard is not what the format allows."""
+    """A file, option or shard does not follow the format."""
 
 
 class UnsupportedVersionError(FormatError):
     """A shard of a format version that this package does not read.
 
     Attributes:
-        path: the file that claims the version.
-        found: the version it claims.
+        path: the file with this version.
+        found: the version of the file.
         supported: the versions this package reads.
     """
 
@@ -80,7 +80,7 @@ class CorruptShardError(FormatError):
 
     Attributes:
         path: the file with the broken bytes.
-        offset: their position in that file, in bytes.
+        offset: byte offset of the broken bytes in that file.
         rule: the rule's number in FORMAT.md, such as ``"H3"``.
         detail: what was found, what was expected, and what to do.
     """
@@ -97,9 +97,9 @@ class SequenceError(SFTIndexError, ValueError):
     """A row, sequence or pack that cannot be used.
 
     Attributes:
-        source: where it came from: a file, or the argument's name.
-        position: number of the line, row or pack in the source; None if the source as a whole is meant.
-        reason: why it cannot be used, and what would help.
+        source: the origin of the row: a file, or the name of an argument.
+        position: number of the line, row or pack in the source; None if the error is about the whole source.
+        reason: why it cannot be used, and how to fix that.
     """
 
     def __init__(self, source: str, position: int | None, reason: str) -> None:
@@ -112,14 +112,14 @@ class SequenceError(SFTIndexError, ValueError):
 
 
 class StorageError(SFTIndexError):
-    """An object store did not give or take bytes; the data themselves may be sound.
+    """A read from or write to an object store failed. The data themselves may be intact.
 
-    It is not an ``OSError``: an ``OSError`` comes from this machine's system, with an error number and a local file.
+    It is not an ``OSError``, because an ``OSError`` comes from the local system, with an error number and a local file.
 
     Attributes:
         path: the object.
-        reason: what the store said, how long it was asked, and what would help.
-        missing: whether there is no such object.
+        reason: the answer of the store, how long it was retried, and a remedy.
+        missing: whether the object does not exist.
     """
 
     def __init__(self, path: str, reason: str, missing: bool = False) -> None:
@@ -130,14 +130,14 @@ class StorageError(SFTIndexError):
         return f"{self.path}: {self.reason}"
 
 
-# ---- options, checked ----
+# ---- checks of options ----
 
 
 def check_option(name: str, value: Any, hint: Any, lowest: int = 1, highest: int = 2**31 - 1) -> None:
-    """Hold an option to its type hint, if that is ``bool``, ``int`` or a ``Literal``; any other option passes.
+    """Check an option against its type hint if that is ``bool``, ``int`` or a ``Literal``; accept any other option.
 
     Raises:
-        FormatError: the value is none of the choices, or no number from ``lowest`` to ``highest``.
+        FormatError: the value is not one of the choices, or not an integer from ``lowest`` to ``highest``.
     """
     if hint is bool and not isinstance(value, bool):
         raise FormatError(f"{name}: {brief(value)}, expected True or False")
@@ -149,7 +149,7 @@ def check_option(name: str, value: Any, hint: Any, lowest: int = 1, highest: int
 
 
 def check_options(options: Any, **ranges: tuple[int, int]) -> None:
-    """``check_option`` for every field of a dataclass of options; ``ranges`` gives lowest and highest by name."""
+    """Call ``check_option`` for every field of an options dataclass; ``ranges`` gives (lowest, highest) by name."""
     kind: type = type(options)
     for name, hint in _hints_of(kind).items():
         check_option(name, getattr(options, name), hint, *ranges.get(name, ()))
@@ -161,7 +161,7 @@ def _hints_of(kind: Any) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value for an error message, in one short line."""
+    """Return a value as one short line for an error message."""
     if value is None or isinstance(value, bool | int | float | str | os.PathLike):
         text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge number"
         return text if len(text) <= 60 else f"{text[:57]}..."
@@ -169,15 +169,15 @@ def brief(value: Any) -> str:
 
 
 def nearest_names(name: str, known: Collection[str]) -> list[str]:
-    """The names that begin with ``name``, up to three, or else the one that is most like it, if any is."""
-    from difflib import get_close_matches  # its import takes 2 ms, which only a mistake should cost
+    """Return up to three names that begin with ``name``, or else the most similar name, if there is one."""
+    from difflib import get_close_matches  # the import takes 2 ms, so only errors pay for it
 
     begun = sorted(each for each in known if len(name) > 1 and each.startswith(name))
     return begun[:_MAX_OFFERED] or get_close_matches(name, sorted(known), n=1)
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """Names that may have been meant, as the end of an error message; "" for none.
+    """Return the end of an error message that suggests names; "" for none.
 
     >>> did_you_mean(nearest_names("mesages", ["messages", "prompt"]))
     '; did you mean messages?'

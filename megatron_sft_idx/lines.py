@@ -1,10 +1,11 @@
-"""Text for people, in which one line stays one line, whatever file names and data it quotes.
+"""Output for people, in which one line stays one line, even if it quotes arbitrary file names and data.
 
-A name or a text of the data can hold line ends, escape sequences that command a terminal, characters that reorder or
-break a line unseen, and bytes that are no UTF-8. ``on_one_line`` shows these as pictures or numbers. ``EscapedLines``
-does that to all that is printed to a stream, so that a verb just prints. ``print_layout`` is for text in which line
-breaks, tabs and colours are layout and the data are escaped already. ``Shown`` and ``shown_by_fields`` make
-the ``repr`` of the classes of this package.
+File names and data can contain line ends, terminal escape sequences, invisible characters that reorder or break lines,
+and bytes that are not UTF-8. ``on_one_line`` replaces these with pictures or numbers. ``EscapedLines`` does the same
+for
+everything printed to a stream, so commands can use plain ``print``. ``print_layout`` is for text whose line breaks,
+tabs and colours are layout, and in which the data are already escaped. ``Shown`` and ``shown_by_fields`` define the
+``repr`` of the classes of this package.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from typing import Any, TextIO, TypeVar
 
 _Kind = TypeVar("_Kind")
 
-# A control character is shown as its picture, and a character that reorders or breaks lines unseen (bidirectional
-# controls, Unicode's own line ends) by its number. PICTURES leaves line ends and tabs alone.
+# A control character is shown as its picture. An invisible character that reorders or breaks lines (bidirectional
+# controls, Unicode's own line ends) is shown by its number. PICTURES does not replace line ends and tabs.
 PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
-PICTURES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # as Python prints a byte that is no UTF-8
+PICTURES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # as Python prints a byte that is not UTF-8
 _LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
 
 
 def on_one_line(text: str) -> str:
-    """A text with every control character, line ends included, as its picture."""
+    """Return a text with every control character, including line ends, replaced by its picture."""
     return text if text.isascii() and text.isprintable() else text.translate(_LINE_PICTURES)
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """A text of unknown content and length, such as a shard's metadata, on one line and cut."""
+    """Shorten a text of unknown content and length, such as a shard's metadata, to one line."""
     text = on_one_line(text[: max_characters + 1])
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 class Shown:
-    """An object whose ``repr`` is one short line: ``<Name WHAT>``, where ``_shown`` gives WHAT.
+    """An object whose ``repr`` is one short line: ``<Name WHAT>``. ``_shown`` returns WHAT.
 
-    It never raises. An object that is closed, or whose constructor failed, is shown as far as it is known.
+    ``repr`` never raises. An object that is closed, or whose constructor failed, shows only what is available.
     """
 
     __slots__ = ()
@@ -58,7 +59,7 @@ class Shown:
 
 
 def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
-    """Give a dataclass or named tuple a ``repr`` on one line, with arrays and long collections by their sizes alone.
+    """Give a dataclass or named tuple a one-line ``repr`` that shows arrays and long collections only by their size.
 
     Example:
         >>> import numpy as np
@@ -77,7 +78,7 @@ def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
         for name in names:
             try:
                 texts.append(f"{name}={value_text(getattr(self, name))}")
-            except Exception:  # a field that was not set yet, or whose own repr fails
+            except Exception:  # a field that is not set yet, or whose own repr fails
                 texts.append(f"{name}=?")
         return on_one_line(f"{type(self).__name__}({', '.join(texts)})")
 
@@ -86,32 +87,34 @@ def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
 
 
 def value_text(value: Any) -> str:
-    """A value as ``shown_by_fields`` shows it."""
+    """Return a value in the form used by ``shown_by_fields``."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, memoryview) or (isinstance(value, bytes | bytearray) and len(value) > 60):
-        return f"{memoryview(value).nbytes:,} bytes"  # of a file, which its repr would copy
+        return f"{memoryview(value).nbytes:,} bytes"  # of a file; repr would copy it
     if isinstance(value, (Mapping, Sequence, Set)) and len(text := repr(value)) > 80:
         return f"'{value[:60]}...'" if isinstance(value, str) else f"{type(value).__name__} of {len(value):,}"
     return text if isinstance(value, (Mapping, Sequence, Set)) else repr(value)
 
 
 class EscapedLines:
-    """A text stream that keeps every text that is printed on one line.
+    """A text stream that keeps each printed text on one line.
 
-    ``print`` writes a text, and then a line end by itself. So line ends inside a text are data. Where a text ends with
-    one, the next text decides: before a line end by itself it is data, else it ends a line, as logging writes them.
+    ``print`` writes a text and then a separate line end, so line ends inside a text are data. If a text ends with a
+    line
+    end, the next text decides: before a separate line end it is data; otherwise it ends the line, as in logging's
+    output.
 
     Args:
-        stream: what the lines are written to; methods that are not defined here are those of this stream.
+        stream: the underlying stream; all methods that are not defined here are those of this stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self._is_at_line_end = False  # whether a text that ended with a line end was the last, which is not written yet
+        self._is_at_line_end = False  # whether the last text ended with a line end that is not written yet
 
     def write(self, text: str) -> int:
-        """Write a text on one line; returns its length."""
+        """Write a text on one line, and return its length."""
         if self._is_at_line_end and text:
             self.stream.write(on_one_line("\n") if text == "\n" else "\n")
             self._is_at_line_end = False
@@ -123,14 +126,14 @@ class EscapedLines:
         return len(text)
 
     def flush(self) -> None:
-        """Write what was held back, and flush the stream."""
+        """Write the pending line end, if there is one, and flush the stream."""
         if self._is_at_line_end:
             self.stream.write("\n")
             self._is_at_line_end = False
         self.stream.flush()
 
     def writelines(self, texts: Any) -> None:
-        """Write each text as ``write`` does."""
+        """Write each text with ``write``."""
         for text in texts:
             self.write(text)
 
@@ -139,7 +142,7 @@ class EscapedLines:
 
 
 def unescaped(stream: Any) -> Any:
-    """The stream below an ``EscapedLines``, flushed, for layout; any other stream as it is."""
+    """Flush an ``EscapedLines`` and return its underlying stream, for layout. Return any other stream unchanged."""
     if not isinstance(stream, EscapedLines):
         return stream
     stream.flush()
@@ -147,7 +150,7 @@ def unescaped(stream: Any) -> Any:
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Lines as one text for ``print_layout``, each on one line."""
+    """Join lines to one text for ``print_layout``, each on one line."""
     return "\n".join(map(on_one_line, lines))
 
 
@@ -158,12 +161,12 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_layout(text: str) -> None:
-    """Print a text whose line breaks, tabs and colours are layout. Whoever made it has escaped the data in it."""
+    """Print a text whose line breaks, tabs and colours are layout. The caller has already escaped the data in it."""
     print(text, file=unescaped(sys.stdout), flush=True)
 
 
 def log_line(line: str) -> None:
-    """Print a line about work that goes on to stderr."""
+    """Print a line about ongoing work to stderr."""
     print(on_one_line(line), file=sys.stderr, flush=True)
 
 
@@ -173,7 +176,7 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of this name; its messages are put on one line, whichever handler writes them."""
+    """Return the logger of this name. Its messages stay on one line with any handler."""
     logger = logging.getLogger(name)
     if _escape_record not in logger.filters:
         logger.addFilter(_escape_record)

@@ -272,7 +272,7 @@ def loaded(config: Any) -> list[Batch]:
             pin_memory=False,
             data_parallel_rank=0,
             data_parallel_size=1,
-            global_batch_size=1,
+            global_batch_size=2,
             drop_last=config.drop_last,
             seed=config.seed,
         )

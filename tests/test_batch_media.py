@@ -215,9 +215,9 @@ def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
         of_kind = options.get("media_costs", ENCODER_COSTS)
         packs = rows.packs(np.arange(64))
         work = np.rint(2 * of_kind.get("image", 0)) * images + np.rint(2 * of_kind.get("audio", 0)) * audio
-        found = rows.attention_costs(np.arange(64))
+        found = rows.sample_costs(np.arange(64))
         assert found.tolist() == (3600 + work[packs]).astype(int).tolist()
-        assert pickle.loads(pickle.dumps(rows)).attention_costs(np.arange(64)).tolist() == found.tolist()
+        assert pickle.loads(pickle.dumps(rows)).sample_costs(np.arange(64)).tolist() == found.tolist()
         of_ranks = []
         for rank in range(4):
             one = {"micro_batch_size": 4, "data_parallel_rank": rank, "data_parallel_size": 4, "global_batch_size": 64}
@@ -226,6 +226,82 @@ def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
         spreads[name] = max(of_ranks) - min(of_ranks)
     assert spreads["default"] <= 2
     assert spreads["text"] > 10  # as they come, where encoders cost nothing
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"images": 5}, "'images' is no kind of item; the kinds are image, audio"),
+        ({"image": -1}, "-1 for image, expected a number from 0"),
+        ({"image": float("nan")}, "nan for image"),
+        ({"audio": float("inf")}, "inf for audio"),
+        ({"audio": "5"}, "'5' for audio"),
+        ({"image": True}, "True for image"),
+        (5, "5, expected a dict"),
+    ],
+)
+def test_costs_that_say_nothing_are_errors(tmp_path: Path, costs: Any, message: str) -> None:
+    """Ranks would be kept level by numbers that nobody meant, or by the smallest integer there is."""
+    path = write_random(tmp_path / "x", 1)
+    with pytest.raises(FormatError, match=f"media_costs: {message}"):
+        config_of(path, sequence_length=CAPACITY, media=keep_items, media_costs=costs)
+
+
+@pytest.mark.parametrize("media", ["data/processor", MediaInputs, True, [keep_items], 5])
+def test_what_is_no_media_step_is_refused_at_once(tmp_path: Path, media: Any) -> None:
+    path = write_random(tmp_path / "x", 1)
+    for make in (
+        lambda: BatchAssembler(StoredPacks(ShardSet([path])), CAPACITY, media=media),
+        lambda: as_torch(path, media=media),
+        lambda: config_of(path, sequence_length=CAPACITY, media=media),
+    ):
+        with pytest.raises(FormatError, match=r"media: .*, expected MediaInputs\(FOLDER\)"):
+            make()
+
+
+# ---- rows one by one ----
+
+
+class Chosen(torch.utils.data.Dataset[Any]):
+    """Some samples of a data set, which a ``DataLoader`` can only ask for one by one."""
+
+    def __init__(self, dataset: Any, samples: Sequence[int]) -> None:
+        self.dataset, self.samples = dataset, samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.samples[index]]
+
+
+def test_rows_that_are_stacked_one_by_one_do_not_lose_their_images(tmp_path: Path) -> None:
+    """torch stacks rows by the names that the first of them has. A blend of Megatron's gives single rows."""
+
+    def counted(batch: MediaBatch) -> dict[str, Any]:
+        return {"count": torch.tensor([len(batch.items)])} if batch.items else {}
+
+    paths = [write_random(tmp_path / "a", 1), write_packs(tmp_path / "text", 20, capacity=CAPACITY)]
+    (blend, *_) = build(config_of((paths, [0.5, 0.5]), sequence_length=CAPACITY, media=counted), (40, 0, 0))
+    has_items = ["count" in rows_of(blend).assembler.rows([pack]).media for pack in rows_of(blend).packs(range(40))]
+    text, image = has_items.index(False), has_items.index(True)
+    assert blend[text]["tokens"].shape == (CAPACITY,)
+    for samples in ([text, image], [image, text], [image]):
+        with pytest.raises(FormatError, match=r"rows_of\(dataset\)"):
+            next(iter(DataLoader(Chosen(blend, samples), batch_size=2)))
+
+
+def test_rows_of_a_blend_whose_index_was_not_opened_yet(tmp_path: Path) -> None:
+    """As Megatron leaves it with defer_npy_index_mmap: only reading a sample opens it, and none can be read alone."""
+    paths = [write_random(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    (blend, *_) = build(config_of((paths, [0.5, 0.5]), sequence_length=CAPACITY, media=keep_items), (40, 0, 0))
+    expected = rows_of(blend).packs(range(40)).tolist()
+    for name in ("dataset_index", "dataset_sample_index"):
+        np.save(tmp_path / f"{name}.npy", getattr(blend, name))
+        setattr(blend, f"path_to_{name}", tmp_path / f"{name}.npy")
+        setattr(blend, name, None)
+    blend.config.defer_npy_index_mmap = True
+    assert rows_of(blend).packs(range(40)).tolist() == expected
 
 
 # ---- MediaInputs ----
@@ -361,4 +437,31 @@ def test_it_goes_to_workers(processor: Any, inputs: MediaInputs, tmp_path: Path)
         assert torch.equal(batch["pixel_values"], torch.cat([expected, expected]))
     with pytest.raises(FormatError, match="collate_fn=whole_batch"):
         next(iter(DataLoader(assembler, batch_size=2)))
-    assert torch.equal(assembler[1]["pixel_values"], expected)
+    with pytest.raises(FormatError, match="collate_fn=whole_batch"):
+        assembler[1]
+
+
+def test_a_placeholder_that_a_text_spells_is_an_error(processor: Any, inputs: MediaInputs) -> None:
+    """The model would look for features there: of the next image, or of none. Padding is no text."""
+    number = int(processor.image_token_id)
+    fits = of_images(processor, [png(30, 30)])
+    tokens = torch.cat([fits.tokens, torch.tensor([[number]])], dim=1)
+    padding = inputs(fits._replace(tokens=tokens, position_ids=torch.zeros_like(tokens)))
+    assert torch.equal(padding["pixel_values"], inputs(fits)["pixel_values"])
+    spelt = fits._replace(tokens=tokens, lengths=fits.lengths + 1)
+    for batch in (spelt, spelt._replace(items=[])):
+        with pytest.raises(FormatError, match=r"of row 0: '<image>', at which the model looks for image"):
+            inputs(batch)
+
+
+def test_a_model_around_another_is_told_from_it(processor: Any, folder: Path, tmp_path: Path) -> None:
+    """A language model alone counts positions in one dimension, whatever the model around it does."""
+    from transformers import LlamaConfig, LlavaConfig, Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
+
+    for config in (LlamaConfig(), Qwen2_5OmniConfig()):
+        with pytest.raises(FormatError, match="takes no pixel_values, which LlavaProcessor makes"):
+            MediaInputs(folder, config)
+    qwen2_audio(tmp_path / "audio")
+    with pytest.raises(FormatError, match="LlavaModel takes no input_features"):
+        MediaInputs(tmp_path / "audio", LlavaConfig())
+    assert "three-dimensional" in repr(MediaInputs(folder, Qwen2_5OmniThinkerConfig()))

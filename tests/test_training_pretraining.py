@@ -162,7 +162,7 @@ def test_masked_rows_have_no_loss(folder: Path) -> None:
 def test_balanced_ranks_count_a_row_as_one_segment(folder: Path) -> None:
     rows = rows_of(mixed(folder)[0])
     numbers = np.arange(len(rows))
-    costs = rows.attention_costs(numbers)
+    costs = rows.sample_costs(numbers)
     for i in range(len(rows)):
         row = rows[i]
         tokens = row["cu_seqlens"].diff().long()

@@ -28,7 +28,7 @@ class Costs:
     def __len__(self) -> int:
         return len(self.costs)
 
-    def attention_costs(self, samples: Any) -> Any:
+    def sample_costs(self, samples: Any) -> Any:
         return self.costs[samples]
 
 
@@ -248,7 +248,7 @@ def test_costs_are_sums_of_squared_lengths(tmp_path: Path) -> None:
     single = build(config_of(paths[0]), (50, 0, 0))[0]
     blend = build(config_of((paths, [1.0, 1.0])), (50, 0, 0))[0]
     for dataset in (single, single.rows, blend):
-        for i, cost in enumerate(rows_of(dataset).attention_costs(np.arange(50))):
+        for i, cost in enumerate(rows_of(dataset).sample_costs(np.arange(50))):
             row = dataset[i]
             bounds = row["cu_seqlens"][row["cu_seqlens"] <= len(key_of(row))]
             assert cost == (bounds.diff() ** 2).sum()

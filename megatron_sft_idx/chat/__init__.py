@@ -1,6 +1,6 @@
-"""Chats to token ids with loss masks: ``inputs``, ``chat_rows``, ``template`` and ``tokenizer``, in turn.
+"""Convert chats to token ids with loss masks, in the steps ``inputs``, ``chat_rows``, ``template`` and ``tokenizer``.
 
-``tables`` reads Parquet and Arrow, ``preferences`` rows that judge answers; ``types`` holds what passes between steps.
-Nothing here knows of packs or of shards, and nothing writes a file. Tokenizers and templates are read without any
-library that could go online.
+``tables`` reads Parquet and Arrow, ``preferences`` reads rows with preferences, and ``types`` has the data passed
+between steps. Nothing here knows packs or shards, or writes a file. Tokenizers and templates are loaded without any
+library that could access the network.
 """

@@ -1,27 +1,27 @@
-"""One raw row to a conversation, to ids with a mask, or to plain text.
+"""Convert one raw row to a conversation, to ids with a mask, or to plain text.
 
-The keys of a row (a table's columns) tell its kind. A key whose value is null counts as absent, and unknown keys are
-ignored. Where a row has the keys of several kinds, it is of the first of these:
+The keys of a row (a table's columns) determine its kind. A key with a null value counts as absent, and unknown keys are
+ignored. If a row has the keys of several kinds, the first of these wins:
 
 1. ``tokenized``: ``input_ids`` next to ``loss_mask``, ``labels``, ``assistant_masks``, ``completion_mask``,
-   ``loss_scale`` or ``loss_weights``. Where a row has several of these, a token is trained if each of them says so, and
+   ``loss_scale`` or ``loss_weights``. If a row has several of these, a token is trained only if all of them say so, and
    weights are multiplied.
 2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns of any form that ``turns`` reads,
-   whichever of the keys it stands under.
-3. ``prompt-completion``: ``prompt`` and ``completion``, two strings, (as TRL has it) two lists of messages, or a list
-   and a string; of messages, only the completion's are trained on.
-4. ``alpaca``: the prompt is the first of ``instruction``, ``prompt``, ``query``, ``question``, joined by a newline (as
-   LLaMA-Factory does) to the first of ``input``, ``context`` that is not empty; the answer is the first of
-   ``output``, ``response``, ``completion``, ``answer``. Several prompts, inputs or answers must not differ. Earlier
-   turns may stand in ``history`` as pairs. The prompt may also be one list of messages; then only the answer is trained
-   on. Single data sets have names that no other has (``_SINGLE``).
-5. ``text``: ``text``, of which every token is trained on. It is read only where everything is trained on anyway.
+   independent of the key.
+3. ``prompt-completion``: ``prompt`` and ``completion``: two strings, two lists of messages (like TRL), or a list and a
+   string. In messages, only the completion is trained on.
+4. ``alpaca``: the prompt is the first of ``instruction``, ``prompt``, ``query``, ``question``, joined with a newline
+   (like LLaMA-Factory) to the first nonempty one of ``input``, ``context``. The answer is the first of ``output``,
+   ``response``, ``completion``, ``answer``. Several prompts, inputs or answers must not differ. ``history`` can hold
+   earlier turns as pairs. The prompt can also be one list of messages; then only the answer is trained on. Some
+   data sets use names that no other data set has (``_SINGLE``).
+5. ``text``: ``text``, with every token trained. It is read only if everything is trained on anyway.
 
-Rows of kinds 2 to 4 may also have ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
-``chat_template_kwargs``. The answer of kinds 3 and 4 may have its reasoning in ``reasoning_content``. Rows that say
-which of two answers is better, or whether one is good (``label``, true or false), are refused whatever else they hold,
-unless the options ask for them: ``preferences`` reads those. Fields that say what is trained on are read in
-``training_fields``. ``RowOptions.mapping`` gives fields and roles of other names these names before anything is read.
+Rows of kinds 2 to 4 can also have ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
+``chat_template_kwargs``. The answer of kinds 3 and 4 can have its reasoning in ``reasoning_content``. Rows that say
+which of two answers is better, or whether one is good (``label``, true or false), are rejected whatever else they have,
+unless the options ask for them; ``preferences`` reads those. ``training_fields`` reads fields that control what is
+trained on. Before anything is read, ``RowOptions.mapping`` renames other field and role names to these names.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ from megatron_sft_idx.chat.unread_columns import (
 )
 
 _ASKING: Final = (*PROMPTS, *INPUTS)
-# Apart from what makes a chat.
+# Other fields of a row, besides the chat.
 _REFUSED: Final = frozenset({*MEDIA, *CHOSEN, *REJECTED, *VERDICTS})
 _MORE: Final = frozenset({*SYSTEMS, *TOOLS, TEMPLATE_VARIABLES})
-# Set by whoever renders; a row that sets them would change what a conversation is.
+# Set by the renderer. A row that sets them would change the meaning of the conversation.
 _RESERVED_KWARGS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
-# Other content next to plain text; segments are axolotl's, each with its own flag.
+# Content other than plain text; segments are axolotl's, each with its own flag.
 _NOT_WITH_TEXT: Final = (*SYSTEMS, *TOOLS, *PROMPTS, *INPUTS, *ANSWERS, "input_ids", "segments")
 _VERDICT_TEXTS: Final = {"true": True, "false": False}
 
@@ -95,11 +95,11 @@ class _Single(NamedTuple):
     """The names that one data set has for a prompt and its answer.
 
     Attributes:
-        prompt: of the text that is asked.
-        answer: of the text that answers it, or of tool calls.
-        reasoning: of a list of texts, or "".
-        are_calls: whether the answer is a list of tool calls, also as JSON text.
-        nothing: the answer of a row that has none.
+        prompt: name of the text of the question.
+        answer: name of the text of the answer, or of tool calls.
+        reasoning: name of a list of texts, or "".
+        are_calls: whether the answer is a list of tool calls, or JSON text of one.
+        nothing: the answer in a row without an answer.
     """
 
     prompt: str
@@ -122,10 +122,10 @@ _NO_NOTES: Final[Counter[str]] = Counter()
 
 
 def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversation | TokenizedRow | TextRow:
-    """Reads one row; ``data`` is not changed, but the result may share parts of it.
+    """Read one row. ``data`` is not changed, but the result may share parts of it.
 
     Raises:
-        RowError: with the reason alone, for every row that cannot be used.
+        RowError: the row cannot be used; the text is only the reason.
     """
     row, notes = prepared_row(data, options)
     source = read_prepared(row, options)
@@ -133,10 +133,10 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
 
 
 def prepared_row(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counter[str]]:
-    """The row under the names that all rows have, without the fields that are ignored; and their counts as notes.
+    """Return the row with standard names and without ignored fields, and the counts of these as notes.
 
     Raises:
-        RowError: the row is no object, or has none of the mapped fields.
+        RowError: the row is not an object, or has none of the mapped fields.
     """
     row = typed(data, dict, "the row")
     if options.mapping:
@@ -148,12 +148,12 @@ def prepared_row(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counte
 
 
 def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | TokenizedRow | TextRow:
-    """Reads a row that ``prepared_row`` has made, of KTO without its verdict; errors as of ``to_sequence_source``."""
+    """Read a row from ``prepared_row`` (for KTO, without its verdict). See ``to_sequence_source`` for errors."""
     if not data.keys().isdisjoint(_REFUSED):
         _refuse_keys(data, options)
     refuse_row_fields(data, read=() if data.get("input_ids") is None else MASKS)
     kind = kind_by_keys(data, options) if options.kind in ("auto", "kto") else options.kind
-    if options.kind != "kto":  # whose verdict is the label
+    if options.kind != "kto":  # the verdict of KTO is the label
         refuse_bad_answer(data)
     if kind in ("tokenized", "text") and (media := first_filled(data, MEDIA)) is not None:
         what = "input_ids" if kind == "tokenized" else TEXT
@@ -182,9 +182,9 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
 
 
 def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message], *, said: bool) -> None:
-    """RowError where a column that is not read holds words of the conversation.
+    """Raise RowError if an unread column has words of the conversation.
 
-    If it was ``said`` that rows are of this kind, messages next to a prompt and its answer are not meant.
+    If the options ``said`` that rows are of this kind, messages next to a prompt and its answer are ignored on purpose.
     """
     if kind == "messages":
         refuse_unread_of_messages(data, first_given(data, TURNS) or "", messages)
@@ -199,7 +199,7 @@ def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message],
 
 
 def to_conversation(data: dict[str, Any], messages: list[Message], weights: list[float]) -> Conversation:
-    """A conversation of these messages with the row's system prompt, tools and template variables."""
+    """Make a conversation of these messages, with the row's system prompt, tools and template variables."""
     if not messages[0].keys().isdisjoint(TOOLS):
         data, messages = _with_tools_of_message(data, messages)
     if data.keys().isdisjoint(_MORE):
@@ -209,7 +209,7 @@ def to_conversation(data: dict[str, Any], messages: list[Message], weights: list
 
 
 def _with_tools_of_message(data: dict[str, Any], messages: list[Message]) -> tuple[dict[str, Any], list[Message]]:
-    """Move the tools of the first message to the row: minimind and others give them with the system prompt."""
+    """Move the tools of the first message to the row. minimind and others put them in the system prompt's message."""
     first = messages[0]
     key = first_filled(first, TOOLS)
     if key is None or first["role"] not in ("system", "developer"):
@@ -238,9 +238,9 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
 
 
 def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
-    """Whether a value says that an answer is good or bad; None where it says neither.
+    """Return whether a value marks an answer as good or bad; None if it does neither.
 
-    A number, or the text of one, may be the class of a row; where an answer ``is_judged``, it is a verdict on that.
+    A number, or text of a number, may be the class of a row. If an answer ``is_judged``, it is a verdict on the answer.
     """
     if isinstance(value, str):
         text = value.strip().lower()
@@ -251,13 +251,13 @@ def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
 
 
 def refuse_media(data: dict[str, Any], options: RowOptions) -> None:
-    """RowError where a row has video, or has images or audio that are not read."""
+    """Raise RowError if a row has video, or images or audio that are not read."""
     if (media := first_filled(data, VIDEOS if options.media else MEDIA)) is not None:
         raise RowError(f"the row has {media}; {NOT_READ if media not in VIDEOS else NO_VIDEO}")
 
 
 def preference_keys(data: dict[str, Any]) -> list[str]:
-    """The keys that make a row one of preference."""
+    """Return the keys that make a row a preference row."""
     return [name for name in (*CHOSEN, *REJECTED) if is_filled(data.get(name)) and not isinstance(data[name], int)]
 
 
@@ -265,7 +265,7 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     """Infer the kind of a row from its keys that are not null.
 
     Raises:
-        RowError: the keys make no chat.
+        RowError: the keys do not form a chat.
     """
     has = {key for key, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(MASKS):
@@ -290,7 +290,7 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
 
 
 def _single_of(data: dict[str, Any]) -> _Single | None:
-    """The data set whose names a row has, where it has no answer under a usual name."""
+    """Return the data set whose names a row has, if it has no answer under a usual name."""
     if first_given(data, ANSWERS) is not None:
         return None
     for single in _SINGLE:
@@ -333,7 +333,7 @@ def _read_messages(data: dict[str, Any], options: RowOptions) -> Turns:
 
 
 def _refuse_reasoning(data: dict[str, Any]) -> None:
-    """RowError where a row has the reasoning of one answer next to messages."""
+    """Raise RowError if a row has the reasoning of a single answer next to messages."""
     if is_filled(data.get(REASONING)):
         raise RowError(
             f"{REASONING} is that of one prompt and one answer, and this row has messages; give it in the message, or"
@@ -373,7 +373,7 @@ def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
 
 
 def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> Turns:
-    """The prompt and the answer of a row that has the names of a single data set."""
+    """Return the prompt and the answer of a row with the names of a single data set."""
     asked, given = typed(data[single.prompt], str, single.prompt), data[single.answer]
     if single.are_calls:
         given = typed(json_of(given, single.answer), list, single.answer, "a list of tool calls")
@@ -393,7 +393,7 @@ def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> 
 
 
 def _exchange(pairs: Sequence[Sequence[str]], data: dict[str, Any]) -> Turns:
-    """Questions and answers of strings; the last answer has the reasoning of the row."""
+    """Return messages for question and answer strings; the last answer gets the row's reasoning."""
     if not pairs[-1][1]:
         raise RowError("the answer is empty, so there is nothing to learn")
     messages = turns_of_pairs(pairs)
@@ -402,15 +402,16 @@ def _exchange(pairs: Sequence[Sequence[str]], data: dict[str, Any]) -> Turns:
 
 
 def _reasoning_of_row(data: dict[str, Any]) -> Message:
-    """The reasoning that a row has next to its answer, as a field of that answer; nothing where it has none."""
+    """Return the reasoning in a separate column of a row, as a field of its answer; empty if there is none."""
     return {REASONING: typed(data[REASONING], str, REASONING)} if is_filled(data.get(REASONING)) else {}
 
 
 def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: RowOptions) -> Turns:
-    """A prompt of messages, with an answer that is a string, a message or a list of messages and alone is trained.
+    """Combine a prompt of messages with an answer, which is a string, a message or a list of messages.
 
-    JSON text of messages is an answer of messages under ``completion``, and where the prompt is such text too, as in a
-    table.
+    Only it is trained.
+
+    JSON text of messages counts as messages under ``completion``, and also if the prompt is such text, as in a table.
     """
     before, _ = read_list(prompt, key, options)
     answer_in = "completion" if key == "prompt" and data.get("completion") is not None else None
@@ -431,7 +432,7 @@ def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: R
 
 
 def read_prompt(data: dict[str, Any]) -> tuple[list[Sequence[str]], str]:
-    """The pairs of question and answer that an Alpaca row begins with, and what it asks; RowError if one is no text."""
+    """Return the earlier question and answer pairs of an Alpaca row, and its question. RowError: one is not text."""
     history = data.get(HISTORY) or []
     if isinstance(history, str) and history.lstrip().startswith("["):
         history = json_of(history, HISTORY)
@@ -467,9 +468,9 @@ def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as ``{"type": "function", "function": {"name", ...}}``, of that or of the function alone.
+    """Return a tool as ``{"type": "function", "function": {"name", ...}}``; accepts that, or only the function.
 
-    Tools of another type, and what has no name, stay as they are.
+    Tools of another type or without a name stay unchanged.
     """
     is_function = tool.get("function") is None and tool.get("type") in (None, "function")
     if not is_function or not isinstance(tool.get("name"), str):

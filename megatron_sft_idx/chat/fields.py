@@ -1,4 +1,4 @@
-"""Single fields of rows: their types, and which of several names has a value."""
+"""Single fields of rows: their types, and the first of several names that has a value."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value in JSON's words, for error messages; RowError where it is undecoded."""
+    """Return the type of a value in JSON terms, for error messages. RowError: it is undecoded."""
     if isinstance(value, Undecoded):
         raise value.error()
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a value is neither null nor an empty string, list or object."""
+    """Return whether a value is neither null nor an empty string, list or object."""
     return value is not None and not (isinstance(value, (str, Sequence, Mapping)) and len(value) == 0)
 
 
 def first_filled(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of these keys whose value is neither null nor empty."""
+    """Return the first of these keys whose value is neither null nor empty."""
     return next((name for name in names if is_filled(data.get(name))), None)
 
 
 def first_given(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of these keys whose value is not null."""
-    for name in names:  # a generator takes twice as long, and this is called several times a row
+    """Return the first of these keys whose value is not null."""
+    for name in names:  # a generator is twice as slow, and this runs several times per row
         if data.get(name) is not None:
             return name
     return None
 
 
 def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys whose value is not null: a table has a null for every key that only other rows have."""
+    """Drop keys with null values: a table has a null for every key that only other rows have."""
     return {key: value for key, value in data.items() if value is not None}
 
 
 def typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind:
-    """The value, if it is of a type (a string, a list or an object); else RowError."""
+    """Return the value if it has this type (a string, a list or an object), else raise RowError."""
     if isinstance(value, Undecoded):
         raise value.error(expected or _JSON_NAMES[kind])
     if not isinstance(value, kind):
@@ -57,7 +57,7 @@ def typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind
 
 
 def json_of(value: Any, what: str) -> Any:
-    """A value as it is, but a string parsed as JSON."""
+    """Return a value unchanged, or parsed if it is a string of JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -67,13 +67,13 @@ def json_of(value: Any, what: str) -> Any:
 
 
 def text_under(data: dict[str, Any], names: Iterable[str]) -> str:
-    """The text under the first of these keys whose value is not null; empty where there is none."""
+    """Return the text under the first of these keys with a value that is not null, or ""."""
     key = first_given(data, names)
     return "" if key is None else typed(data[key], str, key)
 
 
 def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The keys of the question and the answer in a turn that is both; None for any other turn."""
+    """Return the keys of question and answer in a turn that contains both; None for any other turn."""
     if turn.get("role") is not None or turn.get("from") is not None:
         return None
     for asks, answers in PAIRS:

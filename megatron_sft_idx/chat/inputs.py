@@ -1,9 +1,9 @@
-"""The input files: found by the names the user gives, recognised, and read in pieces of whole rows.
+"""Find the input files from the user's patterns, detect their formats, and read them in pieces of whole rows.
 
-They lie on this machine or in object stores. A file is recognised by its content; its suffix only tells JSON lines from
-an array where the content may be either. How files are cut into pieces depends on their content and on
-``piece_nbytes`` alone, and never on the number of worker processes, which turn pieces into rows. What the rows say is
-not looked at here.
+Files are local or in object stores. The format is detected from the content; the suffix only distinguishes JSON lines
+from an array if the content can be either. The division of files into pieces depends only on their content and on
+``piece_nbytes``, never on the number of worker processes, which convert pieces to rows. The content of rows is not
+checked here.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megatron_sft_idx.storage.remote.store import (
 
 Kind = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
 Compression = Literal["", "gzip", "zstd"]
-# Blocks of text, each with how many bytes of the file, as it is on disk, end with it.
+# Blocks of text, each with the number of bytes of the file on disk that have been read at its end.
 Blocks = Iterator[tuple[bytes, int]]
 
-# Longer than any chat; without a limit, a file that has no line ends would fill the memory.
+# Longer than any chat. Without a limit, a file without line ends would fill the memory.
 MAX_ROW_NBYTES = 1 << 30
 UTF8_BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = b" \t\r\n"
 _BLOCK_NBYTES = 1 << 20
-# Compressed bytes that are unpacked at once. All that they expand to is held in memory, so this is small.
+# Number of compressed bytes to decompress at once. All of their output is held in memory, so this is small.
 _FEED_NBYTES = 1 << 15
-# How much of a file is fetched and unpacked to recognise it.
+# Number of bytes of a file to fetch and decompress to detect its format.
 _PEEK_NBYTES = 1 << 17
 _HEAD_NBYTES = 1 << 16
 
@@ -63,12 +63,12 @@ class InputFile:
     """One file with rows.
 
     Attributes:
-        path: as given, or as found under the folder or glob that was given.
+        path: path as given, or as found in the given folder or glob.
         kind: JSON lines, one JSON array of objects, comma- or tab-separated values, Parquet, or an Arrow IPC stream or
             file.
-        compression: of files of text.
+        compression: compression of text files.
         num_bytes: size on disk, or of the object.
-        etag: of a remote file, which must stay the object that it was when it was found.
+        etag: etag of a remote file, which must stay the object that was found.
     """
 
     path: str
@@ -79,23 +79,23 @@ class InputFile:
 
 
 def total_bytes(files: Iterable[InputFile]) -> int:
-    """How many bytes the files have on disk, compressed as they are; the total of a progress bar."""
+    """Return the total size of the files on disk (compressed); the total of a progress bar."""
     return sum(file.num_bytes for file in files)
 
 
-# ---- names to files ----
+# ---- from patterns to files ----
 
 
 def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
-    """Finds the files that paths, globs (``**`` too) and ``save_to_disk`` folders stand for.
+    """Find the files for paths, globs (including ``**``) and ``save_to_disk`` folders.
 
-    The files are in the order of the patterns; those of a glob are sorted by name, and those of a folder are in the
-    order that its dataset has them. A name that exists is never taken for a glob. A remote folder, whose name ends in
-    ``/``, stands for the objects right in it whose names do not begin with ``_`` or ``.``.
+    Files are in the order of the patterns. Files of a glob are sorted by name, and files of a folder are in its
+    dataset's order. An existing name is never treated as a glob. A remote folder, whose name ends in ``/``, stands for
+    the objects directly in it whose names do not begin with ``_`` or ``.``.
 
     Raises:
-        FormatError: nothing there, the same file twice, a folder of another kind, a file that cannot be read
-            or whose kind is not known.
+        FormatError: a pattern has no files, a file occurs twice, a folder is of another kind, or a file is unreadable
+            or of unknown format.
     """
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
@@ -115,7 +115,7 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
 
 
 def named_by(pattern: str) -> list[str]:
-    """The local files and ``save_to_disk`` folders that a path or glob stands for; errors as of ``expand_inputs``."""
+    """Return the local files and ``save_to_disk`` folders for a path or glob. See ``expand_inputs`` for errors."""
     if not pattern.strip():
         raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
     path = os.path.expanduser(pattern)
@@ -125,7 +125,7 @@ def named_by(pattern: str) -> list[str]:
         raise FormatError(f"{pattern}: no such file or folder")
     matches = sorted(glob.glob(path, recursive=True))
     folders = {match for match in matches if any(os.path.isfile(os.path.join(match, name)) for name in _SAVED_NAMES)}
-    # Plain folders, which ** matches too, are passed over; so are files in a folder that was taken as a dataset.
+    # Plain folders, which ** also matches, are ignored; so are files in a folder that is read as a dataset.
     apart = [each for each in matches if not os.path.isdir(each) and os.path.dirname(each) not in folders]
     if not (apart or folders):
         raise FormatError(f"{pattern}: no file matches")
@@ -157,12 +157,12 @@ def _objects_of(pattern: str) -> list[str]:
 
 
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-# A folder that holds one of these files was made by save_to_disk, of a dataset or of a dictionary of splits.
+# A folder with one of these files was made by save_to_disk, from a dataset or a dictionary of splits.
 _SAVED_NAMES = {_STATE, _INFO, _SPLITS}
 
 
 def _files_of_folder(folder: str) -> list[str]:
-    """The Arrow files of a saved dataset, in the dataset's own order; FormatError for any other folder."""
+    """Return the Arrow files of a saved dataset, in the dataset's order. FormatError: another kind of folder."""
     path = Path(folder)
     if (path / _SPLITS).is_file():
         splits = _read_object(path / _SPLITS).get("splits")
@@ -201,7 +201,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---- what kind of file ----
+# ---- format detection ----
 
 _KNOWN_FILES = (
     ".json, .jsonl, .csv, .tsv (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
@@ -209,7 +209,7 @@ _KNOWN_FILES = (
 
 
 def _recognise(path: str) -> InputFile:
-    """An input file, recognised by the beginning of its content."""
+    """Return an input file, with its format detected from the beginning of its content."""
     if is_remote(path):
         info = find_object(path)
         with io.BufferedReader(open_object(path, info.etag), _PEEK_NBYTES) as source:
@@ -241,10 +241,10 @@ def _kind_of(path: str, source: BinaryIO) -> tuple[Kind, Compression]:
 
 
 def _compression_of(head: bytes) -> Compression:
-    """How a file that starts with these bytes is compressed, whatever its name says."""
+    """Return the compression of a file that starts with these bytes, independent of its name."""
     if head.startswith(b"\x1f\x8b"):
         return "gzip"
-    # A zstd file may start with a skippable frame, as pzstd writes them.
+    # A zstd file may start with a skippable frame, as written by pzstd.
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
         return "zstd"
     return ""
@@ -253,7 +253,7 @@ def _compression_of(head: bytes) -> Compression:
 def _kind_of_text(path: str, head: bytes) -> Kind:
     text = head.lstrip(_JSON_SPACE)
     means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.(gz|zst))?$", path, re.IGNORECASE))
-    # A line of JSON lines is an object, so what begins as an array of objects is one array, whatever its suffix.
+    # A line of JSON lines is an object, so text that begins like an array of objects is one array, whatever its suffix.
     if re.match(rb"\[\s*(\{|\]|$)", text) or (text.startswith(b"[") and not means_lines):
         return "array"
     if not text or means_lines:
@@ -271,14 +271,14 @@ def _kind_of_text(path: str, head: bytes) -> Kind:
     return "lines"
 
 
-# ---- bytes to blocks of text ----
+# ---- from bytes to blocks of text ----
 
 
 def find_object(path: str, etag: str | None = None) -> ObjectInfo:
-    """The object at a path.
+    """Return information about the object at a path.
 
     Raises:
-        FormatError: there is none, or it is not the one that ``etag`` names.
+        FormatError: it does not exist, or does not have this ``etag``.
         StorageError: the store cannot be read.
     """
     store, key = open_store(path)
@@ -291,15 +291,15 @@ def find_object(path: str, etag: str | None = None) -> ObjectInfo:
 
 
 def open_object(path: str, etag: str | None = None) -> ObjectFile:
-    """An object, opened to be read at any position; each read is a request.
+    """Open an object for reading at any position; each read is a request.
 
-    With an ``etag`` it must be the object that has it: FormatError where another one has taken its place.
+    With an ``etag``, it must be the object with that etag. FormatError: it was replaced by another one.
     """
     return ObjectFile(open_store(path)[0], find_object(path, etag))
 
 
 def _read_blocks(file: InputFile) -> Blocks:
-    """Blocks of a file's text. FormatError where it cannot be read, changed, or its compressed data is broken."""
+    """Yield blocks of a file's text. FormatError: it is unreadable, has changed, or its compressed data is damaged."""
     nbytes = _FEED_NBYTES if file.compression else _BLOCK_NBYTES
     if is_remote(file.path):
         with closing(read_ahead(open_store(file.path)[0], find_object(file.path, file.etag))) as fetched:
@@ -322,7 +322,7 @@ def _with_positions(blocks: Iterable[bytes]) -> Blocks:
 
 
 def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
-    """Unpacks the bytes of a file into blocks of text, none of them empty, without the byte order mark."""
+    """Decompress the bytes of a file into nonempty blocks of text, without the byte order mark."""
     blocks = _unpacked(path, compression, raw) if compression else raw
     head = b""
     read_to = 0
@@ -337,7 +337,7 @@ def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
 
 
 def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
-    """Unpacks gzip members or zstd frames, any number of them end to end."""
+    """Decompress any number of concatenated gzip members or zstd frames."""
     make: Callable[[], Any] = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
     broken: type[Exception] = zlib.error
     if compression == "zstd":
@@ -353,7 +353,7 @@ def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
             rest = packed
             while rest:
                 if frame is None and compression == "gzip":
-                    rest = rest.lstrip(b"\0")  # which may stand between members
+                    rest = rest.lstrip(b"\0")  # zeros may be between members
                     if not rest:
                         break
                 frame = frame or make()
@@ -370,7 +370,7 @@ def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
     raise FormatError(f"{path}: broken {compression} data: {reason}; make or download the file again")
 
 
-# ---- blocks to pieces ----
+# ---- from blocks to pieces ----
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -378,8 +378,8 @@ class JsonPiece(Piece):
     """JSON lines, or elements of a JSON array.
 
     Attributes:
-        ends: where each row ends in the payload, int64 [rows]; one separator byte follows each.
-        is_array: whether these are elements of an array, where a blank one is an error; blank lines are not.
+        ends: end of each row in the payload, int64 [rows]; one separator byte follows each.
+        is_array: whether these are elements of an array. A blank element is an error; a blank line is not.
     """
 
     ends: NDArray[np.int64]
@@ -394,7 +394,7 @@ class JsonPiece(Piece):
                 notes: Mapping[str, int] = {}
                 try:
                     data = parse_json(raw)
-                    if b"null" in raw:  # which most rows do not hold
+                    if b"null" in raw:  # most rows do not have one
                         data, notes = read_values(data)
                 except ValueError as error:
                     data = SequenceError(self.path, position, str(error))
@@ -409,19 +409,19 @@ class JsonPiece(Piece):
 
 
 def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> Iterator[Piece]:
-    """Cuts the files into pieces, in order.
+    """Split the files into pieces, in order.
 
-    Memory stays at the size of a piece, or of the longest row.
+    Memory is limited to the size of a piece or of the longest row.
 
     Args:
-        files: as ``expand_inputs`` finds them.
-        piece_nbytes: about how many bytes of unpacked data a piece has. It holds whole rows, and a longer row is a
-            piece of its own.
+        files: files from ``expand_inputs``.
+        piece_nbytes: approximate size of a piece in bytes of uncompressed data. A piece holds whole rows; a longer row
+            is a separate piece.
 
     Raises:
-        FormatError: a file cannot be read, is broken, or has a row longer than ``MAX_ROW_NBYTES``. The pieces
-            before it have been yielded by then.
-        SFTIndexError: an extra that the file needs is not installed.
+        FormatError: a file is unreadable or damaged, or has a row longer than ``MAX_ROW_NBYTES``. All pieces before it
+            have been yielded.
+        SFTIndexError: an optional dependency for the file is not installed.
     """
     for file in files:
         if file.kind in ("parquet", "arrow"):
@@ -433,12 +433,12 @@ def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> I
 
 
 def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
-    """Cuts JSON lines that come in a pipe into pieces, as ``iter_pieces`` cuts those of a file.
+    """Split JSON lines from a pipe into pieces. Like ``iter_pieces``, but for streams.
 
-    Where the pieces end depends on the bytes alone, not on how the pipe delivers them.
+    The ends of pieces depend only on the bytes, not on how the pipe delivers them.
 
     Raises:
-        FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``MAX_ROW_NBYTES``.
+        FormatError: the pipe is unreadable, has compressed data, or a row longer than ``MAX_ROW_NBYTES``.
     """
     try:
         if compression := _compression_of(stream.peek(1)):
@@ -449,28 +449,28 @@ def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) ->
         raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
-# A block, the positions in it at which rows end (of the separator bytes), and the bytes of the file read so far.
+# A block, the positions of row ends in it (of the separator bytes), and the number of bytes of the file read so far.
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 
 def cut_lines(blocks: Blocks, *, path: str, piece_nbytes: int) -> Iterator[JsonPiece]:
-    """Cuts text into pieces at newlines. Blank lines count as rows; the last line may lack its newline."""
+    """Split text into pieces at newlines. Blank lines count as rows. The last line may lack its newline."""
     marked = ((block, np.flatnonzero(np.frombuffer(block, np.uint8) == 10), at) for block, at in blocks)
     return _cut(marked, path, piece_nbytes, is_array=False)
 
 
 def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int) -> Iterator[JsonPiece]:
-    """Cuts text that is one JSON array into pieces, between its elements.
+    """Split text that is one JSON array into pieces, between its elements.
 
-    Only brackets and strings are looked at: whether an element is JSON, or there at all, is found out when the rows of
+    Only brackets and strings are parsed here. Whether an element is valid JSON, or missing, is checked when the rows of
     the piece are read.
 
     Raises:
-        FormatError: the text is no array, the array is never closed, or something follows it.
+        FormatError: the text is not an array, the array is not closed, or something follows it.
     """
     pieces = _cut(_mark_elements(blocks, path), path, piece_nbytes, is_array=True)
     first = next(pieces)
-    # An empty array looks like one blank element. A blank element before others is a comma too many.
+    # An empty array looks like one blank element. A blank element before others is an extra comma.
     if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
         if (second := next(pieces, None)) is None:
             return
@@ -498,7 +498,7 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
                     raise FormatError(f"{path}: the JSON array ends with '}}', expected ']'; a bracket is missing")
                 rest = block[close + 1 :]
                 while not (found := rest.strip(_JSON_SPACE)):
-                    # What follows the array counts as read with its last piece.
+                    # Text after the array counts as read with its last piece.
                     rest, at = next(blocks, (b"", at))  # noqa: PLW2901
                     if not rest:
                         yield block[: close + 1], ends, at
@@ -516,12 +516,12 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
 
 
 def _cut_separated(blocks: Blocks, *, path: str, piece_nbytes: int, delimiter: str) -> Iterator[SeparatedPiece]:
-    """Cuts text of separated values into pieces at the newlines that are in no quoted field.
+    """Split text of separated values into pieces at newlines outside quoted fields.
 
     The header is the first record, so the first row has the number 2.
 
     Raises:
-        FormatError: there is no header, or it is not one.
+        FormatError: the header is missing or invalid.
     """
     header: ColumnNames | None = None
     for piece in _cut(_mark_records(blocks), path, piece_nbytes, is_array=False):
@@ -531,7 +531,7 @@ def _cut_separated(blocks: Blocks, *, path: str, piece_nbytes: int, delimiter: s
 
 
 def _mark_records(blocks: Blocks) -> _Marked:
-    """Marks newlines before which the number of quotes is even: a quote in a quoted field is written twice."""
+    """Mark newlines after an even number of quotes: a quote in a quoted field is written twice."""
     num_quotes = 0
     for block, at in blocks:
         letters = np.frombuffer(block, np.uint8)
@@ -541,10 +541,10 @@ def _mark_records(blocks: Blocks) -> _Marked:
 
 
 def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
-    """Gathers blocks in a buffer, and cuts pieces off its front as soon as they are full."""
+    """Collect blocks in a buffer, and split off pieces at its beginning as soon as they are full."""
     buffer = bytearray()
     start = 0  # position of the buffer in the text
-    ends = np.empty(0, np.int64)  # positions in the text at which the rows in the buffer end
+    ends = np.empty(0, np.int64)  # positions in the text of the row ends in the buffer
     num_cut = position = consumed = 0
 
     def require_short(nbytes: int) -> None:
@@ -555,7 +555,7 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> It
             )
 
     def cut_one() -> JsonPiece:
-        """As many rows as fit into a piece, or a single one that does not fit."""
+        """Return as many rows as fit into a piece, or a single larger one."""
         nonlocal start, ends, num_cut, consumed
         num_rows = max(1, int(np.searchsorted(ends, start + piece_nbytes, side="right")))
         piece_ends, ends = ends[:num_rows] - start, ends[num_rows:]

@@ -1,8 +1,8 @@
-"""Encoded files of images and audio: found, read, and looked at before anything trusts them.
+"""Encoded image and audio files: find, read and check them before anything relies on them.
 
-The size of an image, or the length of a recording, is taken from the head of its file, and refused there if it is too
-large: nothing is decoded before. Then the whole file is decoded once, so that one that is cut short is a bad row now
-and not an error of the training.
+The size of an image, or the length of a recording, is read from the head of its file, and a file that is too large is
+rejected before any decoding. Then the whole file is decoded once, so that a truncated file is a bad row now and not an
+error during training.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import Kind
 
-# What pillow may decode. Formats that can hold programs, or whose decoders are rarely tried, are left out.
+# Formats that pillow may decode. Formats that can contain programs, or with rarely tested decoders, are excluded.
 _IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _SCHEMES: Final = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
-# The tag of EXIF that says how an image is to be turned, and its values for a quarter turn.
+# The EXIF tag for the orientation of an image, and its values for a quarter turn.
 _ORIENTATION: Final = 0x0112
 _LYING: Final = (5, 6, 7, 8)
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
-# What libsndfile notes of uncompressed samples that end before the file's head says: of WAV, AIFF, AU, W64 and RF64.
+# libsndfile's note about uncompressed samples that end before the length in the file's head: WAV, AIFF, AU, W64, RF64.
 _SHORTER: Final = re.compile(r"^ *(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.M)
-# Programs that write into a pipe do not know the length, and put the largest there, or nearly.
+# Programs that write into a pipe do not know the length, and write the largest value, or nearly.
 _UNKNOWN_LENGTH: Final = (1 << 31) - (1 << 16)
 _DOWNLOADED: Final = ("http://", "https://")
 _TIMEOUT_SECONDS: Final = 60
@@ -49,14 +49,14 @@ MISSING: Final = "pip install 'megatron-sft-idx[media]'"
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What is read of images and audio, and from where.
+    """Limits and sources for reading images and audio.
 
     Attributes:
-        root: folder that relative paths begin at, and that no path leaves; None for that of the input file.
-        download: whether files are downloaded whose URLs rows have.
-        max_nbytes: of an encoded file.
-        max_pixels: of an image.
-        max_seconds: of a recording.
+        root: folder for relative paths, which no path may leave; None for the folder of the input file.
+        download: whether to download files given as URLs.
+        max_nbytes: maximum size of an encoded file.
+        max_pixels: maximum number of pixels of an image.
+        max_seconds: maximum length of a recording.
     """
 
     root: str | None = None
@@ -67,13 +67,13 @@ class MediaLimits:
 
 
 class LoadedMedia(NamedTuple):
-    """An image or a recording that was read and looked at.
+    """An image or recording that was read and checked.
 
     Attributes:
         kind: ``image`` or ``audio``.
-        size: height and width in pixels of an image turned upright, as transformers and datasets load it; of a
-            recording its samples, and their rate in hertz.
-        blob: the number of the encoded file among those that were collected.
+        size: for an image, height and width in pixels after rotation to upright, as transformers and datasets load it;
+            for a recording, the number of samples and their rate in hertz.
+        blob: number of the encoded file among the collected files.
     """
 
     kind: Kind
@@ -86,11 +86,11 @@ def read_media(file: MediaFile, limits: MediaLimits, folder: str | None) -> byte
 
     Args:
         file: the file.
-        limits: what is read, and from where.
-        folder: that relative paths begin at if ``limits.root`` is None; None for none.
+        limits: limits and sources.
+        folder: folder for relative paths if ``limits.root`` is None; None for no folder.
 
     Raises:
-        RowError: it is missing, empty, too large, elsewhere than under the root, or no base64.
+        RowError: the file is missing, empty, too large or outside the root, or is invalid base64.
     """
     if isinstance(file.given, bytes):
         data = file.given
@@ -108,9 +108,9 @@ def read_media(file: MediaFile, limits: MediaLimits, folder: str | None) -> byte
 
 
 def size_of_media(kind: Kind, data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:
-    """The size of a file, as ``LoadedMedia`` has it; the whole file is decoded.
+    """Return the size of a file in the form of ``LoadedMedia``. Decodes the whole file.
 
-    RowError: it is of an unknown type, damaged, or too large.
+    RowError: the type is unknown, or the file is damaged or too large.
     """
     try:
         return _decoded_size(kind, data, limits)
@@ -119,7 +119,7 @@ def size_of_media(kind: Kind, data: bytes, what: str, limits: MediaLimits) -> tu
 
 
 def is_url(given: str) -> bool:
-    """Whether a text tells of a file that is not on this machine."""
+    """Return whether a text refers to a file on another machine."""
     return given.lower().startswith(_SCHEMES)
 
 
@@ -174,23 +174,23 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
             return stream.read(limits.max_nbytes + 1)
     except RowError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a text that no path can be
+    except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RowError(f"{file.what}: {brief(path)}: {reason}; --media-root FOLDER says where files are") from None
 
 
 @contextmanager
 def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """An image of pillow of which only the head was read; the body may decode it.
+    """Provide a pillow image of which only the head was read; the body may decode it.
 
     Raises:
-        RowError: it has too many pixels, or it cannot be decoded, here or in the body.
+        RowError: it has too many pixels, or cannot be decoded, here or in the body.
         FormatError: pillow is not installed.
     """
     image_module = _module("PIL.Image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images, which are refused below
+            warnings.simplefilter("ignore")  # about large images, which are rejected below
             with image_module.open(io.BytesIO(data), formats=_IMAGE_FORMATS) as image:
                 if image.width * image.height > limits.max_pixels:
                     size = f"{image.width} x {image.height}"
@@ -198,16 +198,16 @@ def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
                 yield image
     except RowError:
         raise
-    except Exception as error:  # decoders of damaged files raise nearly anything
+    except Exception as error:  # decoders raise nearly anything for damaged files
         raise RowError(f"no image that can be decoded: {_reason(error)}") from None
 
 
 @contextmanager
 def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """A recording of soundfile of which only the head was read; the body may decode it.
+    """Provide a soundfile recording of which only the head was read; the body may decode it.
 
     Raises:
-        RowError: it is too long, or it cannot be decoded, here or in the body.
+        RowError: it is too long, or cannot be decoded, here or in the body.
         FormatError: soundfile is not installed.
     """
     soundfile = _module("soundfile")
@@ -219,27 +219,27 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
             yield sound
     except RowError:
         raise
-    except Exception as error:  # the library's errors, and those of its callbacks
+    except Exception as error:  # errors of the library and of its callbacks
         raise RowError(f"no recording that can be decoded: {_reason(error)}") from None
 
 
 def decoded_image(data: bytes | memoryview, limits: MediaLimits | None = None) -> Any:
-    """An image of pillow in RGB, turned upright as its EXIF says: as transformers loads it.
+    """Return a pillow image in RGB, rotated to upright according to its EXIF data, like transformers.
 
-    Errors as of ``open_image``.
+    See ``open_image`` for errors.
     """
     with open_image(data, limits or MediaLimits()) as image:
         return _module("PIL.ImageOps").exif_transpose(image).convert("RGB")
 
 
 def decoded_recording(data: bytes | memoryview, rate: int, limits: MediaLimits | None = None) -> NDArray[np.float32]:
-    """The samples of a recording in one channel, float32 [samples], at another rate: as transformers loads it.
+    """Return the mono samples of a recording at another rate, float32 [samples], like transformers.
 
-    Channels are averaged, and the length is the old one times the ratio of the rates, rounded up.
+    Channels are averaged. The length is the old one times the ratio of the rates, rounded up.
 
     Raises:
-        RowError: as of ``open_recording``.
-        FormatError: soundfile, or for another rate soxr, is not installed.
+        RowError: see ``open_recording``.
+        FormatError: soundfile, or soxr if the rate differs, is not installed.
     """
     with open_recording(data, limits or MediaLimits()) as sound:
         given = int(sound.samplerate)
@@ -253,14 +253,14 @@ def decoded_recording(data: bytes | memoryview, rate: int, limits: MediaLimits |
 
 
 def _reason(error: Exception) -> str:
-    """What a decoder says, without the address of an object in memory, which is another one each time."""
+    """Return a decoder's error text without object addresses, which differ each time."""
     return brief(_OBJECT.sub("", str(error)) or type(error).__name__)
 
 
 def stored_size(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tuple[int, int]:
-    """The size of a file, as ``LoadedMedia`` has it, by its head alone; nothing is decoded.
+    """Return the size of a file in the form of ``LoadedMedia``, from its head only, without decoding.
 
-    Errors as of ``open_image`` and ``open_recording``.
+    See ``open_image`` and ``open_recording`` for errors.
     """
     if kind == "image":
         with open_image(data, limits) as image:
@@ -270,10 +270,10 @@ def stored_size(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tu
 
 
 def _decoded_size(kind: Kind, data: bytes, limits: MediaLimits) -> tuple[int, int]:
-    """The same, once the whole file was decoded."""
+    """Return the same size after decoding the whole file."""
     if kind == "image":
         with open_image(data, limits) as image:
-            size = _upright_size(image)  # as a reader of the head finds it; some images are turned as they are loaded
+            size = _upright_size(image)  # as from the head; some images are rotated on load
             image.load()
             return size
     with open_recording(data, limits) as sound:
@@ -291,9 +291,9 @@ def _bytes_of(numbers: tuple[str, str]) -> tuple[int, int]:
 
 
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Height and width turned upright of an image of pillow of which only the head was read."""
+    """Return height and width, after rotation to upright, of a pillow image of which only the head was read."""
     if image.format == "TIFF":
-        # Versions of pillow differ in when they turn these. The tags are the size as it was stored.
+        # Versions of pillow differ in when they rotate these. The tags have the stored size.
         width, height = int(image.tag_v2[_TIFF_WIDTH]), int(image.tag_v2[_TIFF_HEIGHT])
         return (width, height) if image.tag_v2.get(_ORIENTATION) in _LYING else (height, width)
     lies = image.getexif().get(_ORIENTATION) in _LYING

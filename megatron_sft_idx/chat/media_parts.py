@@ -1,12 +1,12 @@
-"""Images and audio of a row: where in its messages they stand, and where their encoded files come from.
+"""Images and audio of a row: their positions in its messages, and the sources of their encoded files.
 
-Every form becomes content parts ``{"type": "image"}`` and ``{"type": "audio"}``, as chat templates expect them:
+All forms are converted to content parts ``{"type": "image"}`` and ``{"type": "audio"}``, as chat templates expect them:
 
-- parts that bring their own file: OpenAI's ``image_url`` and ``input_audio``, and ``image`` and ``audio`` with the file
-  under the same name, under ``path``, ``url``, ``base64`` or ``source``;
-- parts without a file, and tags ``<image>`` and ``<audio>`` in texts (LLaVA, ms-swift, LLaMA-Factory), with the files
-  in ``images`` and ``audios`` of the row, in order;
-- files of the row and no place for them: they come first in what the user says first, as TRL has it.
+- parts with their own file: OpenAI's ``image_url`` and ``input_audio``; and ``image`` and ``audio`` with the file under
+  the same name, or under ``path``, ``url``, ``base64`` or ``source``;
+- parts without a file, and tags ``<image>`` and ``<audio>`` in text (LLaVA, ms-swift, LLaMA-Factory). The files are in
+  ``images`` and ``audios`` of the row, in order;
+- files of the row without positions: they are put at the beginning of the first user message, like TRL.
 
 A file is given as bytes, as ``{"bytes", "path"}`` (Hugging Face), as a ``data:`` URI, or as a path.
 """
@@ -30,24 +30,24 @@ _PARTS: Final[dict[str, Kind]] = {
     **dict.fromkeys(("audio", "input_audio", "audio_url"), "audio"),
 }
 _VIDEO_PARTS: Final = ("video", "video_url", "input_video")
-# Keys of a part under which its file stands, next to those that are called as a type of part.
+# Keys of a part for its file, in addition to the names of part types.
 _FILE_KEYS: Final = ("path", "url", "base64", "data", "bytes", "source")
 _TAGS: Final = re.compile(r"<(image|audio)>")
 _OF_ROW: Final[dict[Kind, tuple[str, ...]]] = {"image": IMAGES, "audio": AUDIOS}
 NOT_READ: Final = "--processor FOLDER reads images and audio; without it only text can be trained on"
 NO_VIDEO: Final = "images and audio can be trained on here, videos cannot"
-# Where a part keeps its file until the row is encoded; templates do not see it.
+# Key under which a part keeps its file until the row is encoded; templates do not see it.
 FILE: Final = "\0file"
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFile:
-    """An image or a recording of a row, not read yet. Two are equal if they are the same file, wherever they stand.
+    """An unread image or recording of a row. Two are equal if they are the same file, whatever their positions.
 
     Attributes:
         kind: ``image`` or ``audio``.
-        given: bytes, or the text that tells where they are: a path, or a ``data:`` URI.
-        what: the field that it stands in, for errors.
+        given: bytes, or text with their location: a path or a ``data:`` URI.
+        what: the field that contains it, for errors.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class MediaFile:
 
 
 def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
-    """Whether a content part is an image or audio; None for any other part. RowError: it is a video."""
+    """Return whether a content part is an image or audio; None for any other part. RowError: it is a video."""
     kind = part.get("type")
     if kind in _VIDEO_PARTS:
         raise RowError(f"{what} is a video; {NO_VIDEO}")
@@ -64,7 +64,7 @@ def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
 
 
 def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]:
-    """A content part of an image or audio as templates have it, which keeps its file under ``FILE``, if it has one."""
+    """Return an image or audio part in the form for templates, with its file, if any, under ``FILE``."""
     if is_filled(part.get("text")):
         raise RowError(f"{what} has text too; give it as another part")
     own_keys = [name for name, its_kind in _PARTS.items() if its_kind == kind]
@@ -82,7 +82,7 @@ def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> M
         keys = [key for key in ("bytes", "data", "base64", "url", "path") if is_filled(value.get(key))]
         if not keys:
             raise RowError(f"{what} has neither bytes nor a path: it has {', '.join(map(str, value)) or 'nothing'}")
-        # Hugging Face gives the name of a file beside its bytes.
+        # Hugging Face stores the name of a file next to its bytes.
         return _file_of(value[keys[0]], kind, f"{what}.{keys[0]}", is_base64=keys[0] in ("data", "base64"))
     if isinstance(value, Binary):
         return MediaFile(kind, value.read(), what)
@@ -94,14 +94,14 @@ def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> M
 
 
 def place_media(data: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, in which every image and recording of the row has its place and its file.
+    """Return the messages with a position and a file for every image and recording of the row.
 
-    RowError: there are more files than places, or fewer.
+    RowError: there are more files than positions, or fewer.
     """
     waiting = [_Waiting(data, kind) for kind in _OF_ROW]
     by_kind = {each.kind: each for each in waiting}
     placed = [_with_places(message, by_kind) for message in messages]
-    for each in reversed(waiting):  # what comes first is put in front last
+    for each in reversed(waiting):  # put the first item in front last
         placed = each.finished(placed)
     return placed
 
@@ -109,9 +109,10 @@ def place_media(data: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> 
 def place_media_of_pair(
     data: Mapping[str, Any], chosen: Sequence[dict[str, Any]], rejected: Sequence[dict[str, Any]], shared: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """As ``place_media``, for two conversations that begin with the same ``shared`` messages, which get the files.
+    """Do the same as ``place_media`` for two conversations; their ``shared`` first messages get the files.
 
-    RowError: as of it; or an answer has a place without a file, as it is not known which answer has a file of the row.
+    RowError: see there; or an answer has a position without a file, as it is not known which answer has a file of the
+    row.
     """
     waiting = [_Waiting(data, kind) for kind in _OF_ROW]
     by_kind = {each.kind: each for each in waiting}
@@ -123,7 +124,7 @@ def place_media_of_pair(
 
 
 class _Waiting:
-    """The files of one kind in a row that wait for their places, in order."""
+    """The files of one kind in a row that have no position yet, in order."""
 
     def __init__(self, data: Mapping[str, Any], kind: Kind) -> None:
         keys = [name for name in _OF_ROW[kind] if is_filled(data.get(name))]
@@ -136,7 +137,7 @@ class _Waiting:
         self.num_places = 0
 
     def next(self) -> dict[str, Any]:
-        """The part of the next file. RowError: there is none."""
+        """Return the part for the next file. RowError: there is none."""
         if self.num_places >= len(self._files):
             found = f"{self.key} has {len(self._files)}" if self.key else f"the row has no {_OF_ROW[self.kind][0]}"
             raise RowError(f"{self.kind} {self.num_places + 1} of its messages has no file: {found}")
@@ -144,7 +145,10 @@ class _Waiting:
         return {"type": self.kind, FILE: self._files[self.num_places - 1]}
 
     def finished(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages; with all files before what the user says first if none had a place. RowError: some had none."""
+        """Return the messages; if no file had a position, with all files at the first user message.
+
+        RowError: some had none.
+        """
         if self.num_places == len(self._files):
             return messages
         if self.num_places:
@@ -157,14 +161,14 @@ class _Waiting:
 
 
 def _files_of_row(value: Any, kind: Kind, key: str) -> list[MediaFile]:
-    """The files in ``images`` or ``audios`` of a row: one, or a list."""
+    """Return the files in ``images`` or ``audios`` of a row: one, or a list."""
     if not isinstance(value, (list, tuple)):
         return [_file_of(value, kind, key)]
     return [_file_of(each, kind, f"{key}[{i}]") for i, each in enumerate(value)]
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The content of a message as parts."""
+    """Return the content of a message as parts."""
     content = message.get("content")
     if isinstance(content, list):
         return content
@@ -172,7 +176,7 @@ def _parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_places(message: dict[str, Any], waiting: Mapping[Kind, _Waiting]) -> dict[str, Any]:
-    """A message whose parts and tags without a file have taken the next ones of the row."""
+    """Return a message whose parts and tags without a file got the next files of the row."""
     out: list[dict[str, Any]] = []
     for part in _parts_of(message):
         if part["type"] == "text":
@@ -184,7 +188,7 @@ def _with_places(message: dict[str, Any], waiting: Mapping[Kind, _Waiting]) -> d
 
 
 def _split_at_tags(text: str, waiting: Mapping[Kind, _Waiting]) -> Iterator[dict[str, Any]]:
-    """A text cut at the tags of those kinds of which the row has files; tags of other kinds are text."""
+    """Split a text at the tags of kinds for which the row has files; tags of other kinds are text."""
     begin = 0
     for match in _TAGS.finditer(text):
         files = next((each for kind, each in waiting.items() if kind == match[1]), None)
@@ -199,7 +203,7 @@ def _split_at_tags(text: str, waiting: Mapping[Kind, _Waiting]) -> Iterator[dict
 
 
 def taken_media(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaFile]]:
-    """Messages as templates get them, and the files of their parts in order."""
+    """Return messages in the form for templates, and the files of their parts in order."""
     files: list[MediaFile] = []
     out = []
     for message in messages:

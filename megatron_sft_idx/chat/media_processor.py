@@ -1,9 +1,9 @@
-"""Placeholders of images and audio, expanded as the model's own processor of transformers expands them.
+"""Expand the placeholders of images and audio like the model's own transformers processor.
 
-A processor replaces each placeholder token in a text by others, as many as the model has positions for the image or
-recording, and perhaps by tags around and between them. What it puts there depends on the size of an image or the length
-of a recording alone, so it is asked once for each size, with an empty image or silence of that size. Of texts with
-several, some are asked for as a whole, which must give the same.
+A processor replaces each placeholder token in a text by others: one for each position that the model uses for the image
+or recording, and perhaps tags around and between them. The result depends only on the size of an image or the length of
+a recording. So the processor is called once per size, with an empty image or silence of that size. Some texts with
+several items are passed to it as a whole, and must give the same result.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_sft_idx.chat.types import Rendered, RowError, Span
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import Kind
 
-# Files of a folder that decide what a processor does, beside those of its tokenizer.
+# Files of a folder that determine the behaviour of a processor, in addition to those of its tokenizer.
 _FILES: Final = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")
 _OFFSETS: Final = "text_replacement_offsets"
-# For so many sizes is remembered what the placeholder of one becomes: some kilobytes each.
+# Number of sizes for which the expansion of a placeholder is cached: a few kilobytes each.
 _MOST_SIZES: Final = 4096
-# Texts with several images or recordings that are checked: the first ones, and then one of so many.
+# Texts with several images or recordings that are checked: the first ones, and then one out of this many.
 _FIRST_CHECKED: Final = 64
 _EVERY: Final = 64
 _MOST_CHECKED: Final = 1 << 16
-# Pixels of images, and samples and rate of recordings, that a processor is asked about first, and words around them.
+# Image pixels, and recording samples and rate, for the first calls of a processor, and words around them.
 _PROBED: Final[dict[Kind, tuple[tuple[int, int], ...]]] = {
     "image": ((336, 336), (101, 203)),
     "audio": ((16_001, 16_000), (48_123, 16_000)),
@@ -45,7 +45,7 @@ _WORDS: Final = "what is here?"
 
 
 class PlacedItem(NamedTuple):
-    """Characters ``[start, stop)`` of a rendered text that stand for an image or a recording."""
+    """Characters ``[start, stop)`` of a rendered text that represent an image or a recording."""
 
     start: int
     stop: int
@@ -53,21 +53,21 @@ class PlacedItem(NamedTuple):
 
 
 class MediaProcessor:
-    """A processor of transformers, as far as it decides what texts become.
+    """A transformers processor, as far as it determines the text.
 
     Args:
-        folder: that holds the processor and its tokenizer.
-        tokenizer: that makes the ids.
+        folder: folder of the processor and its tokenizer.
+        tokenizer: the tokenizer that produces the ids.
 
     Raises:
-        FormatError: transformers or pillow is not installed; the folder holds no processor; it has no placeholders,
-            or those are no control tokens of the tokenizer; or it makes other ids of a text than the tokenizer makes of
-            the text with its placeholders replaced.
+        FormatError: transformers or pillow is not installed; the folder has no processor; the processor has no
+            placeholders, or they are not control tokens of the tokenizer; or its ids for a text differ from the
+            tokenizer's ids for the text with replaced placeholders.
 
     Attributes:
         folder: as given.
-        tokens: the placeholder of each kind that it takes.
-        chat_template: its own chat template; None for that of the tokenizer.
+        tokens: the placeholder for each supported kind.
+        chat_template: its own chat template; None to use that of the tokenizer.
     """
 
     def __init__(self, folder: str, tokenizer: Tokenizer) -> None:
@@ -79,7 +79,7 @@ class MediaProcessor:
         try:
             load: Any = transformers.AutoProcessor.from_pretrained
             self._processor: Any = load(folder, local_files_only=True)
-        except Exception as error:  # whatever its own code raises
+        except Exception as error:  # errors of its own code
             raise FormatError(f"{folder}: transformers makes no processor of it: {brief(str(error))}") from None
         template = getattr(self._processor, "chat_template", None)
         self.chat_template: str | None = template if isinstance(template, str) else None
@@ -101,7 +101,7 @@ class MediaProcessor:
         self._orders: set[tuple[Kind, ...]] = set()
         try:
             for kind, token in self.tokens.items():
-                # Alone, and in words with white space, which a processor may trim.
+                # Separately, and between words with white space, which a processor may trim.
                 for text in (token, f" {_WORDS} {token}\n{_WORDS}\n"):
                     self._asked([(kind, _PROBED[kind][0])], text)
         except RowError as error:
@@ -112,12 +112,12 @@ class MediaProcessor:
         self._dependent = {kind for kind in self.tokens if self._depends_on_others(kind)}
 
     def _depends_on_others(self, kind: Kind) -> bool:
-        """Whether what one image or recording becomes depends on others of the text, as where they are numbered."""
+        """Return whether the expansion of an item depends on other items of the text (if they are numbered)."""
         sizes = [(kind, size) for size in _PROBED[kind]]
         try:
             return self._asked(sizes) != [made for each in sizes for made in self._asked([each])]
         except RowError:
-            return False  # of several in a text, which each such row is refused for
+            return False  # rows with several items in a text are rejected
 
     @property
     def _name(self) -> str:
@@ -125,7 +125,7 @@ class MediaProcessor:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the files that decide what it does, and of its class."""
+        """Return a hash of the files that determine its behaviour, and of its class."""
         hashed = hashlib.sha256(self._name.encode())
         for name in _FILES:
             if (path := Path(self.folder) / name).is_file():
@@ -133,15 +133,15 @@ class MediaProcessor:
         return hashed.hexdigest()[:32]
 
     def replacements(self, media: Sequence[LoadedMedia], text: str | None = None) -> list[str]:
-        """What the placeholders of a text become that has these images and recordings, in order.
+        """Return the replacements for the placeholders of a text with these images and recordings, in order.
 
         Args:
             media: the images and recordings.
-            text: in which they stand; None for one of placeholders alone.
+            text: the text that contains them; None for a text of only placeholders.
 
         Raises:
-            RowError: the processor does not take one of them, or not all in one text.
-            FormatError: what one becomes depends on the others, or the processor changes the text elsewhere.
+            RowError: the processor rejects one of them, or all of them in one text.
+            FormatError: the expansion of one depends on the others, or the processor changes other parts of the text.
         """
         sizes = [(each.kind, each.size) for each in media]
         if len(self._known) > _MOST_SIZES:
@@ -165,26 +165,26 @@ class MediaProcessor:
                     f"{self.folder}: {self._name} makes of an image or recording what others of the same text decide;"
                     " such processors cannot be used here"
                 )
-            # Only now: another row with the same sizes must not pass where this one did not.
+            # Only now: another row with the same sizes must not pass if this one did not.
             self._orders.add(order)
             if len(self._checked) < _MOST_CHECKED:
                 self._checked.add(number)
         return known
 
     def _is_to_be_checked(self, order: tuple[Kind, ...], number: int) -> bool:
-        """Whether to give a text to the processor: the first of this order of kinds, one of the first, or one of many.
+        """Return whether to check a text: it is the first with this order of kinds, an early one, or one of many.
 
-        ``number`` is a hash of the sizes in the text; of those that were checked before, no text is checked again.
+        ``number`` is a hash of the sizes in the text. No text is checked again with sizes that were checked before.
         """
         if order not in self._orders:
             return True
         return number not in self._checked and (len(self._checked) < _FIRST_CHECKED or number % _EVERY == 0)
 
     def _asked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]], text: str | None = None) -> list[str]:
-        """What the processor puts in place of the placeholders in a text; by default in one of nothing else.
+        """Return the processor's replacements for the placeholders in a text; by default a text of only placeholders.
 
         Raises:
-            RowError: it does not take them.
+            RowError: the processor rejects them.
             FormatError: its ids are not those of the text with these replacements.
         """
         from PIL import Image
@@ -201,7 +201,7 @@ class MediaProcessor:
                 given["sampling_rate"] = rate
             made = self._processor(text=[text], return_text_replacement_offsets=True, add_special_tokens=False, **given)
             replaced, ids = made[_OFFSETS][0], [*map(int, made["input_ids"][0])]
-        except Exception as error:  # whatever its own code raises
+        except Exception as error:  # errors of its own code
             shown = ", ".join(_shown(*each) for each in sizes)
             raise RowError(f"the processor does not take {shown}: {brief(str(error))}") from None
         if len(replaced) != len(sizes):
@@ -219,7 +219,7 @@ class MediaProcessor:
 
     @property
     def sampling_rate(self) -> int:
-        """Samples a second of the recordings that it takes."""
+        """The sampling rate of the recordings that it accepts."""
         return int(self._extractor.sampling_rate)
 
     @property
@@ -228,19 +228,19 @@ class MediaProcessor:
         return next(getattr(self._processor, name) for name in names if hasattr(self._processor, name))
 
     def expand(self, rendered: Rendered, media: Sequence[LoadedMedia]) -> tuple[Rendered, list[PlacedItem]]:
-        """A rendered text with its placeholders replaced, and the characters that each image and recording takes.
+        """Replace the placeholders in a rendered text. Return it with the characters of each image and recording.
 
-        Spans that are trained on go around these characters.
+        Trained spans exclude these characters.
 
         Args:
-            rendered: what the template made of a conversation, or of its first turns.
+            rendered: the template's output for a conversation, or for its first turns.
             media: the images and recordings of the conversation, in order.
 
         RowError: the text has more placeholders of a kind than there are images or recordings.
         """
         text, parts = rendered.text, list[str]()
         items: list[PlacedItem] = []
-        # Of each placeholder: where it begins and ends, and by how much it grows.
+        # For each placeholder: its start, its end, and its growth.
         edges: list[tuple[int, int, int]] = []
         waiting = {kind: iter([each for each in media if each.kind == kind]) for kind in self.tokens}
         found = self._placeholders(rendered)
@@ -254,7 +254,7 @@ class MediaProcessor:
                 )
             shown.append(next_one)
         done = length = 0
-        # The processor would replace placeholders in the data's own words too.
+        # The processor would also replace placeholders in the words of the data.
         whole = None if rendered.literals else text
         for (start, stop), own, new in zip(found, shown, self.replacements(shown, whole), strict=True):
             parts += [text[done:start], new]
@@ -273,52 +273,52 @@ class MediaProcessor:
         return expanded, items
 
     def _cuts(self, size: tuple[int, int]) -> bool:
-        """Whether the processor leaves out the end of a recording, as Whisper's does behind 30 seconds."""
+        """Return whether the processor truncates a recording, like Whisper's after 30 seconds."""
         most = getattr(self._extractor, "n_samples", None)
         return most is not None and samples_at(size, self.sampling_rate) > most
 
     def is_in(self, rendered: Rendered) -> bool:
-        """Whether a text has a placeholder, which only an image or a recording may have."""
+        """Return whether a text has a placeholder, which only an image or a recording may have."""
         return bool(self._placeholders(rendered))
 
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:
-        """Ids of the control tokens in what takes the place of an image or a recording, and of the placeholders."""
+        """Ids of the placeholders, and of the control tokens in their replacements."""
         texts = [*self.tokens.values(), *self._known.values()]
         spelt = {token for token in self._tokenizer.control_tokens if token and any(token in text for text in texts)}
         return np.concatenate([made.input_ids for made in self._tokenizer.encode([Rendered(one, []) for one in spelt])])
 
     def _placeholders(self, rendered: Rendered) -> list[tuple[int, int]]:
-        """The placeholders that the template wrote; one in the data's own words stays text."""
+        """Return the placeholders written by the template. One in the words of the data stays text."""
         found = [match.span() for match in self._pattern.finditer(rendered.text)]
         return [(a, b) for a, b in found if not any(a < stop and b > start for start, stop in rendered.literals)]
 
 
 def _shown(kind: Kind, size: tuple[int, int]) -> str:
-    """An image or recording of this size, in words."""
+    """Describe an image or recording of this size."""
     if kind == "image":
         return f"an image of {size[1]} x {size[0]} pixels"
     return f"a recording of {size[0]} samples at {size[1]} Hz"
 
 
 class _Moved:
-    """Where characters of a text are once its placeholders have grown."""
+    """Maps positions in a text to positions after its placeholders have grown."""
 
     def __init__(self, edges: Sequence[tuple[int, int, int]]) -> None:
         self._stops = np.array([stop for _, stop, _ in edges])
         self._growth = np.append(0, np.cumsum([grown for *_, grown in edges]))
 
     def at(self, position: int) -> int:
-        """Where a character is that is outside of all placeholders, or the first of one."""
+        """Return the new position of a character outside all placeholders, or at the start of one."""
         return position + int(self._growth[np.searchsorted(self._stops, position, "right")])
 
     def span(self, span: Span) -> Span:
-        """A span, which begins and ends outside of all placeholders, or at the edge of one."""
+        """Return the new position of a span that begins and ends outside all placeholders, or at the edge of one."""
         return span._replace(start=self.at(span.start), stop=self.at(span.stop))
 
 
 def _around(span: Span, items: Sequence[PlacedItem]) -> list[Span]:
-    """The pieces of a span that are outside of all items."""
+    """Return the parts of a span outside all items."""
     pieces, start = [], span.start
     for item in items:
         if item.stop <= start or item.start >= span.stop:
@@ -330,15 +330,15 @@ def _around(span: Span, items: Sequence[PlacedItem]) -> list[Span]:
 
 
 def samples_at(size: tuple[int, int], rate: int) -> int:
-    """How many samples a recording (samples, rate) has at another rate."""
+    """Return the number of samples of a recording (samples, rate) at another rate."""
     samples, given = size
     return samples if given == rate else -(-samples * rate // given)
 
 
 def positions_of(items: Sequence[PlacedItem], numbers: NDArray[Any]) -> NDArray[np.int64]:
-    """First position and length of each item, int64 [items, 2].
+    """Return first position and length of each item, int64 [items, 2].
 
-    ``numbers`` says of each token which item it is of, from 1; 0 for none. RowError: a token is of two items.
+    ``numbers`` has for each token the number of its item, from 1, or 0. RowError: a token belongs to two items.
     """
     places = np.zeros((len(items), 2), np.int64)
     for at in range(len(items)):

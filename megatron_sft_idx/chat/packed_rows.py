@@ -1,6 +1,6 @@
 """Rows that are already packed: the sequences of a row, and the conversations of a list of messages.
 
-A tokenised row may hold several sequences end to end. These fields say where they begin:
+A tokenised row can contain several concatenated sequences. These fields give their bounds:
 
 =====================  =============================================================================================
 lengths                ``seq_lengths`` (TRL), ``seq_lens`` (NeMo Automodel), ``lengths`` and ``length`` if they are
@@ -13,13 +13,14 @@ numbers                ``attention_mask`` of 1, 1, 2, 2, 3 (LLaMA-Factory, Axolo
                        ``sequence_ids``, ``document_ids``
 =====================  =============================================================================================
 
-All that a row has must agree. An ``attention_mask`` of ones and positions of one row alone say nothing of sequences.
+All fields of a row must agree. An ``attention_mask`` of only ones, and positions of a single row, do not define
+sequences.
 
-Padding behind the last sequence is left out where the row marks it: zeros in ``attention_mask``, -1 or 0 in the other
+Padding after the last sequence is dropped if the row marks it: zeros in ``attention_mask``, -1 or 0 in the other
 numbers, ``right_padding_length``, a ``_padded`` field next to a shorter one, or zeros at the end of ``position_ids``.
-Trainers fill positions up with zeros, and a sequence of one token has nothing to learn.
+Trainers fill positions with zeros, and a sequence of one token has nothing to learn.
 
-Megatron's ``--sft`` lines hold several conversations in one list of messages: there each system message starts one.
+Megatron's ``--sft`` lines have several conversations in one list of messages. There each system message starts one.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ _BOUNDS: Final = ("seq_boundaries", "sequence_boundaries", "cumulative_len", *_C
 _PARAMETERS: Final = "packing_params"
 _POSITIONS: Final = ("position_ids", "input_pos", "text_position_ids")
 _NUMBERED: Final = ("attention_mask", "seq_idx", "segment_ids", "sequence_ids", "document_ids")
-# Lengths and bounds with the padding behind each sequence, and those without it next to such.
+# Lengths and bounds including the padding after each sequence, and their counterparts without it.
 _PADDED: Final = {
     **{f"{name}_padded": name for name in (*_LENGTHS, *_CUMULATIVE)},
     **{name: f"{name}_unpadded" for name in _CUMULATIVE},
 }
 _OF_LENGTHS: Final = frozenset({*_LENGTHS, *_PLAIN_LENGTHS, *(f"{name}_padded" for name in _LENGTHS)})
 _OF_BOUNDS: Final = frozenset({*_BOUNDS, *(f"{name}{how}" for name in _CUMULATIVE for how in ("_padded", "_unpadded"))})
-# No other rows than packed ones have fields of these names.
+# Only packed rows have fields with these names.
 _OF_PACKS_ALONE: Final = frozenset(
     {*_OF_LENGTHS, *_OF_BOUNDS, *_STARTS, _PARAMETERS, "seq_idx"} - {*_PLAIN_LENGTHS, "sequence_lengths"}
 )
 _ALL: Final = frozenset({*_OF_PACKS_ALONE, *_OF_LENGTHS, *_POSITIONS, *_NUMBERED})
 _LEAVE_OUT: Final = "leave out the one that is wrong, by --ignore-field NAME"
-# LLaMA-Factory's number of no sequence, in place of an empty list.
+# LLaMA-Factory's number for no sequence, instead of an empty list.
 _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
-# What errors say of a row that needs a decision, and how to decide.
+# Error texts for a row that needs a decision, and how to decide.
 UNDECIDED = "a system message comes after an answer in this row"
 DECIDE = (
     "choose for the whole input: --system-starts conversation makes each system message start a conversation, which"
@@ -77,8 +78,8 @@ class Layout(NamedTuple):
     """The sequences of a tokenised row.
 
     Attributes:
-        bounds: where they begin, and the end of the last one, int64 [sequences + 1]. Tokens behind it are padding.
-        notes: counts for the summary by name.
+        bounds: start of each sequence, and end of the last one, int64 [sequences + 1]. Tokens after it are padding.
+        notes: counts for the summary, by name.
     """
 
     bounds: _Bounds
@@ -86,11 +87,11 @@ class Layout(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """What one field says.
+    """The information in one field.
 
     Attributes:
-        field: its name.
-        bounds: of the sequences; padding may be a sequence, part of the last one, or not counted.
+        field: name of the field.
+        bounds: bounds of the sequences. Padding may be a sequence, part of the last one, or not included.
     """
 
     field: str
@@ -100,17 +101,16 @@ class _Claim(NamedTuple):
 def read_layout(
     row: Mapping[str, Any], ids: NDArray[np.int64], trained: NDArray[np.bool_], *, token_aligned: bool
 ) -> Layout:
-    """The sequences that a tokenised row says it has; one, where it does not say.
+    """Return the sequences of a tokenised row according to its fields; one if it has no such fields.
 
     Args:
-        row: with ``input_ids``.
+        row: a row with ``input_ids``.
         ids: its tokens, [tokens].
-        trained: which positions the row's masks mark, bool [tokens].
+        trained: the positions marked in the row's masks, bool [tokens].
         token_aligned: whether masks mark the trained token itself, rather than the one before it.
 
     Raises:
-        RowError: a field cannot be read, two fields disagree, padding is trained on, or it cannot be determined what
-            is padding.
+        RowError: a field is invalid, two fields disagree, padding is trained on, or padding cannot be determined.
     """
     count = len(ids)
     if _ALL.isdisjoint(row):
@@ -142,7 +142,7 @@ def read_layout(
 
 
 def refuse_pack_fields(row: Mapping[str, Any]) -> None:
-    """RowError where a row that is not read as tokens says where sequences begin in them."""
+    """Raise RowError if a row that is not read as tokens has bounds of sequences."""
     if not _OF_PACKS_ALONE.isdisjoint(row):
         for name in sorted(_OF_PACKS_ALONE.intersection(row)):
             if row[name] is not None:
@@ -152,11 +152,11 @@ def refuse_pack_fields(row: Mapping[str, Any]) -> None:
                 )
 
 
-# ---- what single fields say ----
+# ---- single fields ----
 
 
 def _read_claims(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict[str, int]]:
-    """What all fields but positions say of sequences; and where padding begins, by the field that says so."""
+    """Return the sequences in all fields except positions; and the start of padding, by field."""
     claims, ends = _read_bounds(row, count)
     for name in _STARTS:
         if row.get(name) is not None:
@@ -175,7 +175,7 @@ def _read_claims(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict
 
 
 def _read_bounds(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict[str, int]]:
-    """What lengths and bounds say of sequences; and where padding begins by pairs of them with and without it."""
+    """Return the sequences in lengths and bounds; and the start of padding, from pairs with and without padding."""
     bounds: dict[str, _Bounds] = {}
     ends: dict[str, int] = {}
     for name in sorted((_OF_LENGTHS | _OF_BOUNDS).intersection(row)):
@@ -210,14 +210,14 @@ def _of_bounds(value: Any, name: str, count: int) -> _Bounds:
     bounds = integers(value, name)
     if name in _BOUNDS and name not in _CUMULATIVE:
         return _checked(bounds, name, count)
-    # Batches have as many entries in every row: -1, or the last one again.
+    # Batches have the same number of entries in every row, filled with -1 or the last entry.
     bounds = bounds[: len(bounds) - _count_last(bounds == -1)]
     again = _count_last(bounds == bounds[-1]) if bounds.size else 0
     return _checked(bounds[: len(bounds) - max(again - 1, 0)], name, count)
 
 
 def _checked(bounds: _Bounds, name: str, count: int) -> _Bounds:
-    """Bounds, if they begin with 0, ascend, and end within the tokens; else RowError."""
+    """Return bounds if they begin with 0, ascend, and end within the tokens. RowError: they do not."""
     if len(bounds) < 2 or bounds[0]:
         raise RowError(f"{name} begins with {bounds[0] if len(bounds) else 'nothing'}, expected 0 and more behind it")
     if (at := _first(bounds[1:] <= bounds[:-1])) is not None:
@@ -230,7 +230,10 @@ def _checked(bounds: _Bounds, name: str, count: int) -> _Bounds:
 
 
 def _end_of_pair(physical: _Bounds, logical: _Bounds, physical_in: str, logical_in: str, count: int) -> int:
-    """Where padding begins by bounds with and without it; RowError if any is before the last sequence's end."""
+    """Return the start of padding from bounds with and without it.
+
+    RowError: padding before the end of the last sequence.
+    """
     sequences = len(logical) - 1
     if physical[-1] != count:
         raise RowError(f"{physical_in} ends at {physical[-1]}, but there are {count} input_ids")
@@ -243,7 +246,7 @@ def _end_of_pair(physical: _Bounds, logical: _Bounds, physical_in: str, logical_
 
 
 def _of_parameters(value: Any, count: int) -> tuple[_Claim, int]:
-    """The claim of LLaMA-Factory's ``packing_params``, and where padding begins."""
+    """Return the claim of LLaMA-Factory's ``packing_params``, and the start of padding."""
     name = f"{_PARAMETERS}.sequence_boundaries"
     if not isinstance(value, Mapping) or value.get("sequence_boundaries") is None:
         raise RowError(f"{_PARAMETERS} is not an object with sequence_boundaries")
@@ -264,7 +267,7 @@ def _of_parameters(value: Any, count: int) -> tuple[_Claim, int]:
 
 
 def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | None:
-    """Bounds of the sequences by each token's number, and whether padding follows. None: it says nothing of them.
+    """Return bounds from each token's sequence number, and whether padding follows. None: they define no sequences.
 
     Numbers of ``attention_mask`` begin with 1, and 0 is padding. Others may begin with 0; then -1 is padding.
     """
@@ -272,7 +275,7 @@ def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | Non
     try:
         numbers_of = _per_token(value, name, count)
     except RowError:
-        if name in ("document_ids", "sequence_ids"):  # names of documents, one a row or a document
+        if name in ("document_ids", "sequence_ids"):  # numbers of documents: one per row or document
             return None
         raise
     if is_mask and (numbers_of == 1).all():
@@ -297,7 +300,7 @@ def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | Non
 
 
 def _read_positions(row: Mapping[str, Any], count: int) -> _Claim | None:
-    """The positions of a row, in the place of bounds, if it has any; RowError where two fields of them differ."""
+    """Return the positions of a row, in place of bounds, if it has any. RowError: two such fields differ."""
     found: _Claim | None = None
     for name in _POSITIONS:
         if row.get(name) is not None:
@@ -311,17 +314,17 @@ def _read_positions(row: Mapping[str, Any], count: int) -> _Claim | None:
 def _place_zeros(
     claim: _Claim, others: Sequence[_Claim], end: int | None, ids: NDArray[np.int64], trained: NDArray[np.bool_]
 ) -> tuple[_Claim, int | None]:
-    """Bounds by positions, and where padding begins, which zeros at their end may be.
+    """Return bounds from positions, and the start of padding, which may be the zeros at their end.
 
     Args:
-        claim: has positions in the place of bounds.
-        others: what the other fields say.
-        end: where padding begins by other fields; None where they do not say.
-        ids: of the row, [tokens].
-        trained: as of ``read_layout``.
+        claim: has positions in place of bounds.
+        others: the claims of the other fields.
+        end: start of padding from other fields; None if they do not define it.
+        ids: ids of the row, [tokens].
+        trained: see ``read_layout``.
     """
     name, positions = claim
-    if end is not None:  # what stands in padding is read by nobody
+    if end is not None:  # the content of padding is not used
         return _Claim(name, _of_positions(positions[:end], name)), end
     bounds, zeros = _of_positions(positions, name), _count_last(positions == 0)
     begin = len(positions) - zeros
@@ -334,7 +337,7 @@ def _place_zeros(
         )
     if trained[begin:].any():
         return as_sequences, None
-    # Starts do not say where the last sequence ends.
+    # Starts do not define the end of the last sequence.
     counted = {int(each.bounds[-1]) for each in others if each.field not in _STARTS}
     if counted == {begin}:
         return as_padding, begin
@@ -360,11 +363,11 @@ def _of_positions(positions: NDArray[np.int64], name: str) -> _Bounds:
     return np.concatenate([[0], np.flatnonzero(jumps) + 1, [len(positions)]])
 
 
-# ---- what all say together ----
+# ---- agreement of all fields ----
 
 
 def _agreed_end(ends: Mapping[str, int], count: int) -> int | None:
-    """Where padding begins; None where no field says. RowError where two fields disagree."""
+    """Return the start of padding, or None if no field defines it. RowError: two fields disagree."""
     if len(set(ends.values())) > 1:
         (one, first), (other, second) = sorted(ends.items(), key=lambda entry: entry[1])[:: len(ends) - 1]
         raise RowError(
@@ -375,7 +378,7 @@ def _agreed_end(ends: Mapping[str, int], count: int) -> int | None:
 
 
 def _agreed_bounds(claims: Sequence[_Claim], end: int, count: int) -> _Bounds:
-    """The bounds of the sequences before ``end``; RowError where two fields disagree, or one ends elsewhere."""
+    """Return the bounds of the sequences before ``end``. RowError: two fields disagree, or one ends elsewhere."""
     agreed: _Claim | None = None
     for name, bounds in claims:
         if bounds[-1] not in (end, count):
@@ -408,7 +411,7 @@ def _shown(claim: _Claim) -> str:
 
 
 def numbers(values: Any, key: str) -> NDArray[Any]:
-    """A list of numbers or booleans, or JSON text of one, as an array; RowError for anything else."""
+    """Return a list of numbers or booleans, or JSON text of one, as an array. RowError: anything else."""
     if isinstance(values, str) and values.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             values = parse_json(values.encode())
@@ -422,7 +425,7 @@ def numbers(values: Any, key: str) -> NDArray[Any]:
 
 
 def integers(values: Any, key: str) -> NDArray[np.int64]:
-    """A list of whole numbers as an array; RowError for anything else."""
+    """Return a list of integers as an array. RowError: anything else."""
     array = numbers(values, key)
     if array.size and array.dtype.kind not in "iu":
         raise RowError(f"{key} is not a flat list of integers")
@@ -432,7 +435,7 @@ def integers(values: Any, key: str) -> NDArray[np.int64]:
 
 
 def _per_token(values: Any, name: str, count: int) -> NDArray[np.int64]:
-    """One whole number for each token; booleans and floats that are whole count as such."""
+    """Return one integer per token; booleans and integral floats are accepted."""
     array = numbers(values, name)
     if len(array) != count:
         raise RowError(f"{name} has {len(array)} entries for {count} input_ids")
@@ -444,13 +447,13 @@ def _per_token(values: Any, name: str, count: int) -> NDArray[np.int64]:
 
 
 def _count_last(is_so: NDArray[np.bool_]) -> int:
-    """How many values at the end are true."""
+    """Return how many values at the end are true."""
     others = np.flatnonzero(~is_so)
     return len(is_so) - (int(others[-1]) + 1 if others.size else 0)
 
 
 def _first(is_so: NDArray[np.bool_]) -> int | None:
-    """Index of the first value that is true."""
+    """Return the index of the first true value, or None."""
     return int(np.argmax(is_so)) if is_so.any() else None
 
 
@@ -458,14 +461,14 @@ def _first(is_so: NDArray[np.bool_]) -> int | None:
 
 
 class UndecidedError(RowError):
-    """A system message comes after an answer, and the options do not say what that means."""
+    """A system message comes after an answer, and the options do not define its meaning."""
 
 
 def conversations_of(conversation: Conversation, system_starts: SystemStarts) -> list[Conversation]:
-    """The conversations that a list of messages holds: one, or one for each system message.
+    """Return the conversations in a list of messages: one, or one per system message.
 
     With ``system_starts`` ``"conversation"``, each system message begins a conversation, as in Megatron's ``--sft``
-    lines. All have the tools and template variables of the row; one may be without an answer.
+    lines. All get the tools and template variables of the row. A conversation may be without an answer.
 
     Raises:
         UndecidedError: a system message comes after an answer, and ``system_starts`` is ``"error"``.
@@ -486,10 +489,10 @@ def conversations_of(conversation: Conversation, system_starts: SystemStarts) ->
 
 
 def require_one(source: Conversation | TokenizedRow, system_starts: SystemStarts, what: str) -> None:
-    """RowError where a row that is judged as a whole holds several sequences; ``what`` says how it is judged.
+    """Raise RowError if a row that is judged as a whole has several sequences; ``what`` describes the judgement.
 
     Raises:
-        UndecidedError: as of ``conversations_of``.
+        UndecidedError: see ``conversations_of``.
     """
     if isinstance(source, TokenizedRow):
         if source.bounds is not None and len(source.bounds) > 2:

@@ -1,26 +1,27 @@
-r"""Rows that judge answers: which of two is better, or whether one is good.
+r"""Rows with preferences: which of two answers is better, or whether an answer is good.
 
-They are read only where ``RowOptions.kind`` asks for them. Read as ordinary chats they would train what is bad.
+They are read only if ``RowOptions.kind`` asks for them. As ordinary chats, they would train bad answers.
 
 ``preference``: ``chosen`` and ``rejected`` (or the same with ``_response`` or ``_messages``), each one of
 
-- a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
-- one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
-- a list of messages (TRL): the whole conversation where it begins with a system's or user's message, or with the
-  prompt, else what follows the prompt; also as JSON text, as tables hold them
+- a string: an answer to the prompt, or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic)
+- one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory): an answer to the prompt
+- a list of messages (TRL), also as JSON text, as in tables: the whole conversation if it begins with a system or user
+  message or with the prompt, otherwise the continuation of the prompt
 
-The prompt stands under ``messages``, ``conversations`` or ``conversation``, under ``prompt`` as messages, or under the
-keys of Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages``, with nothing chosen (ms-swift),
-are the whole chosen conversation, and so may they be beside ``chosen`` (UltraFeedback). A rejected answer then takes
-the place of what the assistant says last; several rejected messages that of all behind the last user's message.
+The prompt is under ``messages``, ``conversations`` or ``conversation``, under ``prompt`` as messages, or under the
+keys of Alpaca rows. ``messages`` next to ``rejected_response`` or ``rejected_messages``, without a chosen answer
+(ms-swift), are the whole chosen conversation; this is also possible next to ``chosen`` (UltraFeedback). A rejected
+answer then replaces the last assistant message. Several rejected messages replace everything after the last user
+message.
 
-The messages that both conversations begin with, compared as chat templates see them, are never trained on. The row's
-prompt must be among them, and what differs first must be the assistant's or a tool's. As in TRL, all that follows is
-the answer, of which the template's mask takes what the assistant says. Images and audio of the row belong to these
-messages, so both conversations have them.
+The common messages at the beginning of both conversations, as chat templates see them, are never trained on. The row's
+prompt must be among them. The first message in which they differ must be an assistant or tool message. As in TRL,
+everything from there on is the answer, and the template's mask selects the assistant's words in it. Images and audio of
+the row belong to the common messages, so both conversations have them.
 
-``kto``: any row of chats beside ``label`` or ``kto_tag``, true or false, of which only what follows the last user's
-message, or the ``completion``, is trained on.
+``kto``: any chat row with ``label`` or ``kto_tag``, true or false. Only the text after the last user message, or the
+``completion``, is trained on.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from megatron_sft_idx.chat.unread_columns import refuse_unread_of_pair
 
 _BEGINNERS: Final = ("system", "developer", "user")
 _ANSWERING: Final = ("assistant", "tool")
-# What ms-swift gives a rejected conversation alone.
+# Keys that ms-swift uses only for a rejected conversation.
 _FOR_REJECTED: Final = tuple(f"rejected_{name}" for name in ("tools", "images", "audios", "videos", "objects"))
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
-    """Reads one row of the kind ``preference`` or ``kto``.
+    """Read one row of the kind ``preference`` or ``kto``.
 
     Returns:
-        Of a row of ``preference`` its chosen and its rejected conversation, and None; of a row of ``kto`` its one
-        conversation, and its label, 0 or 1.
+        For ``preference``, the chosen and the rejected conversation, and None; for ``kto``, its one conversation, and
+        its label, 0 or 1.
 
     Raises:
-        RowError: with the reason alone.
+        RowError: the row cannot be used; the text is only the reason.
     """
     row, notes = prepared_row(data, options)
     sources, label = _read_judged_row(row, options)
@@ -90,9 +91,9 @@ def _read_judged_row(row: dict[str, Any], options: RowOptions) -> tuple[list[Con
 
 
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, int]:
-    """The chosen and the rejected conversation, and how many messages both begin with; RowError if they are no pair."""
+    """Return chosen and rejected conversations and the number of common messages. RowError: they are not a pair."""
     turns = first_filled(data, TURNS)
-    # An empty "chosen" is a bad answer; only where the key is missing do the row's messages end with the chosen answer.
+    # An empty "chosen" is a bad answer. The row's messages end with the chosen answer only if the key is missing.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
@@ -108,14 +109,14 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in, prompt, options) if chosen_in else (prompt, True)
     if chosen_is_whole and chosen[0] == prompt[0] and chosen[0][-1]["role"] == "assistant":
         # The row's messages are the chosen conversation.
-        answering = _ANSWERING[: len(rejected[0])]  # one rejected message leaves the tool's results where they are
+        answering = _ANSWERING[: len(rejected[0])]  # one rejected message keeps the tool results
         asked = max((i + 1 for i, each in enumerate(chosen[0]) if each["role"] not in answering), default=0)
         prompt = ([], []) if rejected_is_whole else (chosen[0][:asked], chosen[1][:asked])
     chosen = chosen if chosen_is_whole else _answered(prompt, chosen, prompt_in)
     rejected = rejected if rejected_is_whole else _answered(prompt, rejected, prompt_in)
     pairs = list(zip(chosen[0], rejected[0], strict=False))
     shared = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
-    begins = range(shared - len(prompt[0]) + 1)  # of the prompt, which a system's message may precede
+    begins = range(shared - len(prompt[0]) + 1)  # of the prompt, which may follow a system message
     if not any(chosen[0][i : i + len(prompt[0])] == prompt[0] for i in begins):
         raise RowError(f"chosen and rejected do not begin with the row's {prompt_in}")
     if not shared:
@@ -134,7 +135,7 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
 
 
 def _answer(value: Any, key: str, prompt: Turns, options: RowOptions) -> tuple[Turns, bool]:
-    """The messages of an answer, and whether they are a whole conversation rather than what follows the prompt."""
+    """Return the messages of an answer, and whether they are a whole conversation, including the prompt."""
     value = messages_of_json(value)
     if isinstance(value, str):
         return (_transcript(value), True) if value.startswith(_HUMAN) else (_said([("assistant", value)]), False)
@@ -148,14 +149,14 @@ def _answer(value: Any, key: str, prompt: Turns, options: RowOptions) -> tuple[T
 
 
 def _answered(prompt: Turns, answer: Turns, prompt_in: str) -> Turns:
-    """The prompt with an answer behind it."""
+    """Append an answer to the prompt."""
     if prompt[0][-1:] == answer[0][:1]:
         raise RowError(f"the row's {prompt_in} ends with an answer already, which chosen or rejected says again")
     return prompt[0] + answer[0], prompt[1] + answer[1]
 
 
 def _prompt_of(data: dict[str, Any], turns: str | None, options: RowOptions) -> tuple[Turns, str]:
-    """The prompt of a row with its turns under the key ``turns``, or without such, and what errors call it."""
+    """Return the prompt of a row, with its turns under the key ``turns`` or without turns, and its name for errors."""
     key = turns or "prompt"
     value = messages_of_json(data.get(key))
     if isinstance(value, list):
@@ -170,7 +171,7 @@ def _prompt_of(data: dict[str, Any], turns: str | None, options: RowOptions) -> 
 
 
 def _transcript(text: str) -> Turns:
-    """The turns of one of Anthropic's transcripts; assistant turns without text are left out."""
+    """Return the turns of one of Anthropic's transcripts, without empty assistant turns."""
     turns = []
     for human in text.split(_HUMAN)[1:]:
         request, *answers = human.split(_ASSISTANT)
@@ -180,7 +181,7 @@ def _transcript(text: str) -> Turns:
 
 
 def _said(turns: list[tuple[str, str]]) -> Turns:
-    """Messages of pairs of role and text."""
+    """Return messages for pairs of role and text."""
     return [{"role": role, "content": text} for role, text in turns], [1.0] * len(turns)
 
 
@@ -203,7 +204,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
     else:
-        # A completion is what is judged, whatever stands in it; it has weights of its own by now.
+        # A completion is what is judged, whatever its content. Its weights are already set.
         if kind_by_keys(rest, options) != "prompt-completion":
             answer_at = max((i + 1 for i, each in enumerate(source.messages) if each["role"] == "user"), default=0)
             source.weights[:answer_at] = [0.0] * answer_at
@@ -218,7 +219,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
 
 
 def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:
-    """The error about a row of both kinds."""
+    """Return the error about a row of both kinds."""
     return RowError(
         f"a preference row ({', '.join(names)}) in which {verdict} is {str(data[verdict]).lower()}, a verdict on one"
         " answer: leave out what is not meant"

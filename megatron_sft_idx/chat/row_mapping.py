@@ -1,12 +1,12 @@
-"""Rows whose fields and roles have other names: ``--fields``, ``--turn-fields`` and ``--roles``.
+"""Rows with other names for fields and roles: ``--fields``, ``--turn-fields`` and ``--roles``.
 
 A path names a field, also inside objects and lists: ``data.turns`` is the field ``turns`` of the object ``data``, and
-``answers.0.text`` is the field ``text`` of the first answer. A field whose name holds dots is found under its whole
-name. Text in the middle of a path is read as JSON, as tables hold objects and lists.
+``answers.0.text`` is the field ``text`` of the first answer. A field with dots in its name is found by its whole name.
+Text in the middle of a path is parsed as JSON, because tables store objects and lists as text.
 
-The mapped value moves: the row that is read has it under the target alone. Once a field of the content is mapped, the
-other fields of the content that the row has are not read. So a row with several conversations or answers is read as
-the paths say, whichever name would count first.
+The mapped value moves: afterwards the row has it only under the target name. Once a content field is mapped, the other
+content fields of the row are not read. So for a row with several conversations or answers, the mapping decides, not the
+usual precedence of names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_sft_idx.errors import FormatError, did_you_mean, nearest_names
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 
-# What says what a row is. Once one of these is mapped, the row's own fields of content are not read.
+# Fields that determine the kind of a row. Once one of these is mapped, the row's own content fields are not read.
 _CONTENT: Final = ("messages", "prompt", "completion", "chosen", "rejected", TEXT, "input_ids")
 _OF_CONTENT: Final = frozenset(
     {
@@ -63,16 +63,16 @@ _OF_CONTENT: Final = frozenset(
     }
 )
 ROW_TARGETS: Final = (*_CONTENT, REASONING, "system", "tools", "images", "audios", "label", "loss_mask")
-# Names of which a mapped one takes the place.
+# Groups of names that a mapped name replaces.
 _REPLACED: Final = {"system": SYSTEMS, "tools": TOOLS, "images": IMAGES, "audios": AUDIOS}
 TURN_TARGETS: Final = (
     *("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "weight", "train"),
 )
-# Names by which a turn has its role and its words; a mapped one takes the place of all.
+# Names for the role and the words of a turn; a mapped name replaces all of them.
 _ALSO: Final = {"role": ("from",), "content": ("value",), "reasoning_content": ("reasoning", "thinking")}
-# Where lists of turns are.
+# Fields with lists of turns.
 _LISTS_OF_TURNS: Final = (*TURNS, "prompt", *INPUTS, *ANSWERS, *CHOSEN, *REJECTED)
-# Roles and speakers by the names that rows have for them, in lower case. The words of a function_call are JSON.
+# Roles and speakers by the names in rows, in lower case. The words of a function_call are JSON.
 _ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function_call")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -81,7 +81,7 @@ _ROLES: Final = {
     **dict.fromkeys(("function", "function_response", "tool_response", "observation", "observations"), "tool"),
 }
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function_call")
-# What moves up from an object that a path leads into, apart from what says what is trained on.
+# Fields to move up from an object inside a path, in addition to those that control training.
 _CARRIED_OF_ROWS: Final = frozenset({*SYSTEMS, *TOOLS, *VERDICTS, *MEDIA, TEMPLATE_VARIABLES, "mask", "is_correct"})
 _CARRIED_OF_TURNS: Final = frozenset(
     {"role", "content", *_ALSO["reasoning_content"], "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
@@ -93,12 +93,12 @@ _DEEPEST_LISTED: Final = 4
 
 @dataclass(frozen=True)
 class RowMapping:
-    """Where a row has its fields, where a turn has its own, and what its roles are called.
+    """The names of fields in rows and turns, and of roles.
 
     Attributes:
         fields: pairs of target (one of ``ROW_TARGETS``) and path in the row, sorted.
         turn_fields: pairs of target (one of ``TURN_TARGETS``) and path in the turn, sorted.
-        roles: pairs of a name that turns have, in any case, and a role (one of ``ROLES``), sorted.
+        roles: pairs of a name in turns, in any case, and a role (one of ``ROLES``), sorted.
     """
 
     fields: Pairs = ()
@@ -112,10 +112,10 @@ class RowMapping:
         turn_fields: Mapping[str, str] | None = None,
         roles: Mapping[str, str] | None = None,
     ) -> RowMapping:
-        """The mapping that three dicts say.
+        """Return the mapping for three dicts.
 
         Raises:
-            FormatError: a target or a role that there is not, an empty path, or a path that is mapped twice.
+            FormatError: a target or a role does not exist, a path is empty, or a path is mapped twice.
         """
         for option, mapping, targets in (
             ("--fields", fields or {}, ROW_TARGETS),
@@ -150,20 +150,20 @@ class RowMapping:
 
     @cached_property
     def has_content(self) -> bool:
-        """Whether a field is mapped that says what a row is; then the row's other columns are metadata."""
+        """Whether a content field is mapped; the row's other columns are then metadata."""
         return any(target in _CONTENT for target, _ in self.fields)
 
     @cached_property
     def role_names(self) -> Mapping[str, str]:
-        """The role of each name in lower case: the usual names, and the given ones."""
+        """The role of each name in lower case: the usual names and the given ones."""
         return _ROLES | {name.lower(): role for name, role in self.roles}
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with its fields and the fields of its turns under the names that all rows have.
+        """Return the row with standard names for its fields and the fields of its turns.
 
         Raises:
-            RowError: the row has none of the mapped fields of the content, or a path leads through a value that JSON
-                does not have.
+            RowError: the row has none of the mapped content fields, or a path leads through a value that JSON does not
+                have.
         """
         mapped = self._with_fields(row) if self.fields else dict(row)
         if self.turn_fields:
@@ -214,7 +214,7 @@ class RowMapping:
         return mapped
 
     def paths_in(self, row: Any) -> set[tuple[str, str]]:
-        """The mapped paths that a row has, each with the name of its option."""
+        """Return the mapped paths in a row, each with the name of its option."""
         if not isinstance(row, Mapping):
             return set()
         found = {("--fields", path) for _, path in self.fields if locate(row, path) is not None}
@@ -224,7 +224,7 @@ class RowMapping:
         return found
 
     def all_paths(self) -> list[tuple[str, str]]:
-        """All mapped paths, each with the name of its option."""
+        """Return all mapped paths, each with the name of its option."""
         of_rows = [("--fields", path) for _, path in self.fields]
         return of_rows + [("--turn-fields", path) for _, path in self.turn_fields]
 
@@ -242,12 +242,12 @@ def _turns_of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 class Located(NamedTuple):
-    """A value that a path leads to.
+    """The value at a path.
 
     Attributes:
         value: the value; never None.
-        head: the field of the row or turn in which it lies.
-        siblings: other fields of the objects that the path leads through.
+        head: the field of the row or turn that contains it.
+        siblings: other fields of the objects along the path.
     """
 
     value: Any
@@ -256,7 +256,7 @@ class Located(NamedTuple):
 
 
 def locate(value: Any, path: str) -> Located | None:
-    """The value at a path in an object or list, or in JSON text of one; None where there is none, or a null.
+    """Return the value at a path in an object or list, or in JSON text of one; None if it does not exist or is null.
 
     Raises:
         RowError: the path leads through a value that JSON does not have.
@@ -265,7 +265,7 @@ def locate(value: Any, path: str) -> Located | None:
     if isinstance(value, Undecoded):
         raise value.error("an object or a list")
     if isinstance(value, Mapping):
-        # The longest name first: names may hold dots.
+        # The longest name first, because names may contain dots.
         names = [path, *(path[:at] for at in reversed(range(len(path))) if path[at] == ".")]
         inner = [(name, value.get(name)) for name in names]
     else:
@@ -287,7 +287,7 @@ def locate(value: Any, path: str) -> Located | None:
 
 
 def _require_one_kind(targets: Sequence[str]) -> None:
-    """RowError where several mapped fields of the content have values that no row has together."""
+    """Raise RowError if several mapped content fields have values that cannot occur together."""
     allowed: list[set[str]] = [{"prompt", "completion"}, {"prompt", "chosen", "rejected"}]
     allowed += [{"messages", "chosen", "rejected"}]
     if len(targets) > 1 and not any(each.issuperset(targets) for each in allowed):
@@ -298,7 +298,7 @@ def _require_one_kind(targets: Sequence[str]) -> None:
 
 
 def _carry(siblings: Mapping[str, Any], names: frozenset[str], fields: dict[str, Any], what: str) -> None:
-    """Add to ``fields`` the fields of an object that a path led into, if they say how its words are read.
+    """Add to ``fields`` the fields of an object along a path that control how its words are read.
 
     Raises:
         RowError: ``fields`` has such a field with another value.
@@ -311,7 +311,7 @@ def _carry(siblings: Mapping[str, Any], names: frozenset[str], fields: dict[str,
 
 
 def _opened(value: Any) -> Any:
-    """Text of JSON that holds an object or a list as that; any other value as it is."""
+    """Parse JSON text of an object or list; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value.encode())
@@ -321,12 +321,12 @@ def _opened(value: Any) -> Any:
 
 
 def paths_of(row: Mapping[str, Any]) -> list[str]:
-    """The paths that a row has, down to a few levels; of a list that of the first item."""
+    """Return the paths in a row, a few levels deep; for a list, those of the first item."""
     return list(_leaves_of(row, 1))
 
 
 def shown_paths(paths: Iterable[str]) -> str:
-    """Paths for an error message."""
+    """Return paths as text for an error message."""
     listed = list(paths)
     return ", ".join(listed[:_MOST_LISTED]) + (" ..." if len(listed) > _MOST_LISTED else "") or "no field"
 

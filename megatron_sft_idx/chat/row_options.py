@@ -1,4 +1,4 @@
-"""How rows are read: the options that decide what each field of a row means."""
+"""Options for reading rows: the meaning of each field of a row."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MaskAlignment = Literal["token", "label"]
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """How rows are read.
+    """Options for reading rows.
 
     Attributes:
-        kind: the kind of every row; ``auto`` infers it from the keys of each. The caller must hand rows of
+        kind: the kind of every row; ``auto`` infers it from the keys of each row. The caller must pass rows of
             ``preference`` and ``kto`` to ``preferences``.
-        mapping: which fields and roles the rows name in another way.
-        mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
-            (label) at the position that predicts it.
+        mapping: other names of fields and roles in the rows.
+        mask_alignment: alignment of the masks and labels of tokenised rows: at the trained token, or (label) at the
+            position that predicts it.
         train_on: what is trained on. With ``markers`` and ``all``, a conversation may be without an answer. With
-            ``all``, rows of plain text are read, and a message of another role that says "do not train" is refused.
-        ignore_fields: names of fields without which rows, messages and parts are read; sorted.
-        media: whether images and audio are read; else a row that has some is refused.
-        system_starts: what a system message after an answer is: the beginning of another conversation, a turn of the
-            same one, or (error) nothing that may be guessed.
+            ``all``, rows of plain text are read, and a "do not train" flag on a message of another role is an error.
+        ignore_fields: names of fields to remove from rows, messages and parts; sorted.
+        media: whether images and audio are read; otherwise a row with media is rejected.
+        system_starts: meaning of a system message after an answer: the beginning of another conversation, a turn of the
+            same one, or (error) undefined.
 
     Raises:
-        FormatError: an option is none of its choices, or options contradict each other.
+        FormatError: an option has an invalid value, or options contradict each other.
     """
 
     kind: RowKind = "auto"
@@ -60,5 +60,5 @@ class RowOptions:
 
     @property
     def requires_answer(self) -> bool:
-        """Whether a conversation in which the assistant says nothing is refused."""
+        """Whether a conversation without assistant words is rejected."""
         return self.train_on not in ("markers", "all")

@@ -1,7 +1,7 @@
-"""Rows of comma- or tab-separated values, as RFC 4180 has them: a header, and one record per row.
+"""Rows of comma- or tab-separated values according to RFC 4180: a header, then one record per row.
 
-All values are text. An empty field counts as absent. A quoted field may hold delimiters, line ends, and quotes that are
-written twice. Python's csv module reads the records; a record that it would cut in another way is refused.
+All values are text. An empty field counts as absent. A quoted field may contain delimiters, line ends, and quotes that
+are written twice. Python's csv module parses the records; a record that it would split differently is rejected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ csv.field_size_limit((1 << 31) - 1)
 
 
 class ColumnNames(NamedTuple):
-    """What the first record of a file decides.
+    """Information from the first record of a file.
 
     Attributes:
-        names: of the columns.
-        delimiter: between fields.
+        names: names of the columns.
+        delimiter: delimiter between fields.
     """
 
     names: tuple[str, ...]
@@ -39,8 +39,8 @@ class SeparatedPiece(Piece):
     """Consecutive records of one file.
 
     Attributes:
-        ends: where each record ends in the payload, int64 [records]; one separator byte follows each.
-        header: of the file. The first record of the file is the header itself, which is no row.
+        ends: end of each record in the payload, int64 [records]; one separator byte follows each.
+        header: header of the file. The first record of the file is the header itself, which is not a row.
     """
 
     ends: NDArray[np.int64]
@@ -69,15 +69,15 @@ class SeparatedPiece(Piece):
 
 
 def read_column_names(raw: bytes, delimiter: str, path: str) -> ColumnNames:
-    """The header of a file.
+    """Parse the header of a file.
 
     Args:
         raw: its first record.
-        delimiter: between fields.
-        path: of the file, for errors.
+        delimiter: delimiter between fields.
+        path: path of the file, for errors.
 
     Raises:
-        FormatError: the record has no names, the same one twice, or another delimiter.
+        FormatError: the record has no names, a duplicate name, or another delimiter.
     """
     try:
         names = tuple(_fields_of(raw, delimiter))
@@ -85,7 +85,7 @@ def read_column_names(raw: bytes, delimiter: str, path: str) -> ColumnNames:
         raise FormatError(f"{path}: header: {error}") from None
     if not names:
         raise FormatError(f"{path}: the first line is empty, expected the names of columns; remove it")
-    if not all(name.strip() for name in names[1:]):  # pandas writes an index without a name first
+    if not all(name.strip() for name in names[1:]):  # pandas writes the index first, without a name
         raise FormatError(f"{path}: the header has a column without a name; name it")
     if repeated := {name for name in names if names.count(name) > 1}:
         raise FormatError(f"{path}: the header has {min(repeated)!r:.60} twice; rename one")
@@ -99,7 +99,7 @@ def read_column_names(raw: bytes, delimiter: str, path: str) -> ColumnNames:
 
 
 def _fields_of(raw: bytes, delimiter: str) -> list[str]:
-    """The fields of one record; ValueError with the reason where it is none."""
+    """Return the fields of one record. ValueError: it is invalid; the text is the reason."""
     try:
         text = raw.decode().removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Parquet and Arrow files, among them those of ``save_to_disk`` folders, in pieces of whole rows.
+"""Parquet and Arrow files, including those of ``save_to_disk`` folders, in pieces of whole rows.
 
-Each piece is a small Arrow stream of about the size that is asked for, so that memory does not depend on how large the
-file's row groups are. ``values`` describes what rows hold. Values of a type that JSON does not have are not decoded.
+Each piece is a small Arrow stream of about the requested size, so memory does not depend on the size of the file's row
+groups. ``values`` describes the values of rows. Values of types that JSON does not have are not decoded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_sft_idx.storage.remote.store import ObjectFile
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Rows that pyarrow decodes at once, and that become Python objects at once (several times their size).
+# Number of rows that pyarrow decodes at once, and that become Python objects at once (several times their size).
 _ROWS_READ = 1024
 _ROWS_AT_ONCE = 256
 _READ_NBYTES = 1 << 20
-# The same for objects, where a request takes 10 to 100 ms whatever its size.
+# The same for objects in stores, where a request takes 10 to 100 ms for any size.
 _FETCH_NBYTES = 4 << 20
 
-# Record batches, each with how many bytes of the file end with it.
+# Record batches, each with the number of bytes of the file read at its end.
 _Batches = Iterator[tuple["pa.RecordBatch", int]]
 
 
@@ -54,10 +54,10 @@ class TablePiece(Piece):
                         position += 1
 
     def fingerprint(self) -> str:
-        """A hash of the values alone, since the bytes of an Arrow stream depend on the release of pyarrow.
+        """Return a hash of the values only, because the bytes of an Arrow stream depend on the version of pyarrow.
 
-        Encodings, 32-bit or 64-bit offsets, the width of numbers, chunks, fields of nothing but nulls and values that
-        are not decoded make no difference to it, because they make none to the rows.
+        Encodings, 32-bit or 64-bit offsets, the width of numbers, chunks, fields of only nulls and values that are not
+        decoded do not affect it, because they do not affect the rows.
         """
         import pyarrow as pa
 
@@ -76,16 +76,16 @@ class TablePiece(Piece):
 def table_pieces(
     path: str, kind: Literal["parquet", "arrow"], remote: ObjectFile | None, piece_nbytes: int
 ) -> Iterator[TablePiece]:
-    """The rows of a file in pieces of about ``piece_nbytes``, whatever its row groups are.
+    """Yield the rows of a file in pieces of about ``piece_nbytes``, independent of its row groups.
 
     Args:
-        path: of the file, for error messages too.
-        kind: an Arrow file is an IPC stream (which ``save_to_disk`` writes) or an IPC file.
-        remote: the object to read where the file lies in an object store; else None.
-        piece_nbytes: at most so many bytes of rows a piece, but one row at least.
+        path: path of the file, also for error messages.
+        kind: an Arrow file is an IPC stream (as written by ``save_to_disk``) or an IPC file.
+        remote: the object to read if the file is in an object store, else None.
+        piece_nbytes: maximum number of bytes of rows per piece, except that a piece has at least one row.
 
     Raises:
-        FormatError: not a readable file of its kind.
+        FormatError: the file is not a readable file of its kind.
         SFTIndexError: pyarrow is not installed.
     """
     try:
@@ -128,7 +128,7 @@ def _parquet_batches(path: str, remote: ObjectFile | None, piece_nbytes: int) ->
     import pyarrow.parquet as pq
 
     consumed = 0
-    # A buffer makes pyarrow read column chunks bit by bit instead of whole.
+    # A buffer makes pyarrow read column chunks in small parts instead of as a whole.
     with pq.ParquetFile(
         remote or path, buffer_size=_FETCH_NBYTES if remote else _READ_NBYTES, pre_buffer=False
     ) as table:
@@ -146,7 +146,7 @@ def _parquet_batches(path: str, remote: ObjectFile | None, piece_nbytes: int) ->
 def _arrow_batches(path: str, remote: ObjectFile | None) -> _Batches:
     import pyarrow as pa
 
-    # Not a memory map: its pages would count as memory of this process, the whole file in the end.
+    # Not a memory map: its pages would count as memory of this process, in the end for the whole file.
     with pa.PythonFile(remote, "r") if remote else pa.OSFile(path) as source:
         magic = source.read(6)
         source.seek(0)
@@ -167,7 +167,7 @@ def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
 
 _EXTENSION_KEY = b"ARROW:extension:name"
 _JSON, _BOOL8 = "arrow.json", "arrow.bool8"
-# No extension type: what follows says of which type the values were in whose place others stand (``_placeholders``).
+# Not an extension type: the metadata has the original type of the replaced values (``_placeholders``).
 _UNDECODED = "undecoded: "
 
 
@@ -175,9 +175,9 @@ class _Column(NamedTuple):
     """Values of one type, at any depth of a table.
 
     Attributes:
-        array: without the encoding and the extension type that it may have.
-        field: its name, with those that it lies in.
-        extension: name of its extension type; "" where it has none.
+        array: the values, without encoding and extension type.
+        field: name of the field, with those of its parents.
+        extension: name of its extension type; "" if it has none.
     """
 
     array: pa.Array
@@ -186,7 +186,7 @@ class _Column(NamedTuple):
 
     @classmethod
     def of(cls, array: pa.Array, field: pa.Field | None, name: str) -> _Column:
-        """The values of a field. Where the extension type is not registered, the field's metadata has its name."""
+        """Return the values of a field. If the extension type is not registered, the field's metadata has its name."""
         import pyarrow as pa
 
         extension = ""
@@ -204,7 +204,7 @@ class _Column(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Which of JSON's values these are; "binary" and "undecoded" for those that JSON does not have."""
+        """The JSON type of the values; "binary" and "undecoded" for types that JSON does not have."""
         kind = self.array.type
         if not self.extension and _is(kind, "binary", "large_binary", "fixed_size_binary"):
             return "binary"
@@ -219,7 +219,7 @@ class _Column(NamedTuple):
         return next((form for name, form in (forms | lists).items() if _is(kind, name)), "undecoded")
 
     def children(self) -> list[_Column]:
-        """The fields of structs, the items of lists, or keys and values of maps: those of nulls are left out."""
+        """Return struct fields, list items, or keys and values of maps, without those of nulls."""
         import pyarrow as pa
 
         array, kind = self.array, self.array.type
@@ -233,7 +233,7 @@ class _Column(NamedTuple):
         return [_Column.of(keys, kind.key_field, self.field), _Column.of(items, kind.item_field, f"{self.field}[]")]
 
     def lengths(self) -> pa.Array:
-        """How many items each list or map has; null where it is null."""
+        """Return the number of items in each list or map; null for a null."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -248,7 +248,7 @@ def _is_encoded(kind: pa.DataType) -> bool:
 
 
 def _without_encoding(array: pa.Array) -> pa.Array:
-    """The values of a dictionary or of runs, one by one."""
+    """Expand the values of a dictionary or of runs."""
     if _is(array.type, "dictionary"):
         values, indices = array.dictionary, array.indices
     else:
@@ -260,21 +260,21 @@ def _without_encoding(array: pa.Array) -> pa.Array:
 
 
 def _is_valid(array: pa.Array) -> pa.Array:
-    """Which values are not null. A union has no nulls itself, and asking pyarrow 26 for them may crash."""
+    """Return which values are not null. A union has no nulls itself, and asking pyarrow 26 for them may crash."""
     import pyarrow as pa
 
     return pa.repeat(True, len(array)) if _is(array.type, "union") else array.is_valid()
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """Whether a type is one of these; older releases of pyarrow do not know them all."""
+    """Return whether a type is one of these; older versions of pyarrow do not know all of them."""
     import pyarrow as pa
 
     return any(test(kind) for name in names if (test := getattr(pa.types, f"is_{name}", None)) is not None)
 
 
 def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows, before ``read_values``. Where two columns have one name, the last counts."""
+    """Return the rows, before ``read_values``. If two columns have the same name, the last one counts."""
     columns = [
         _values(_Column.of(array, field, field.name)) for array, field in zip(batch.columns, batch.schema, strict=True)
     ]
@@ -282,7 +282,7 @@ def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _values(column: _Column) -> list[Any]:
-    """The values as Python has them, which do not depend on whether pandas is installed."""
+    """Return the values as Python objects, which do not depend on whether pandas is installed."""
     import pyarrow as pa
 
     try:
@@ -347,9 +347,9 @@ def _numbers(column: _Column) -> list[Any]:
 
 
 def _hash_values(stream: StreamHash, chunks: Sequence[_Column]) -> None:
-    """Adds to a hash all that makes a difference to the rows: which values are null, and those that are decoded.
+    """Add everything to a hash that affects the rows: which values are null, and the decoded values.
 
-    The form that is hashed is defined here alone, so that it does not change with pyarrow.
+    The hashed form is defined only here, so that it does not change with pyarrow.
     """
     form, kind = chunks[0].form, chunks[0].array.type
     stream.update(form.encode())
@@ -396,14 +396,14 @@ def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
     return np.concatenate([_is_valid(each.array).to_numpy(zero_copy_only=False) for each in chunks])
 
 
-# ---- what no stream holds ----
+# ---- columns that no stream can hold ----
 
-# Levels of nesting that every Arrow stream can hold; pyarrow stops at 64.
+# Number of nesting levels that every Arrow stream can hold; pyarrow stops at 64.
 _MAX_LEVELS = 60
 
 
 def _without_deep(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with undecoded values in place of columns that are nested too deeply for a stream."""
+    """Return the batch with undecoded values in place of columns that are nested too deeply for a stream."""
     import pyarrow as pa
 
     if not any(_levels(field.type) > _MAX_LEVELS for field in batch.schema):
@@ -418,7 +418,7 @@ def _without_deep(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _placeholders(array: pa.Array, field: pa.Field, what: str) -> tuple[pa.Array, pa.Field]:
-    """Values that are read as undecoded, in place of others, and their field."""
+    """Return values that are read as undecoded, to replace others, and their field."""
     import pyarrow as pa
 
     values = pa.array([b"" if is_valid else None for is_valid in _is_valid(array).to_pylist()], pa.binary())
@@ -438,7 +438,7 @@ def _levels(kind: pa.DataType) -> int:
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without views of strings and lists: a slice of views, when written, holds the bytes of the whole."""
+    """Return the batch without views of strings and lists: writing a slice of views would write the bytes of all."""
     import pyarrow as pa
 
     if not any(_has_views(field.type) for field in batch.schema):
@@ -449,7 +449,7 @@ def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _field_of(field: pa.Field, array: pa.Array) -> pa.Field:
-    """The field with the type of the array; the name of an extension type that the array has lost is kept beside it."""
+    """Return the field with the array's type; its metadata keeps the name of a lost extension type."""
     import pyarrow as pa
 
     if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array.type, pa.BaseExtensionType):
@@ -489,7 +489,7 @@ def _array_without_views(array: pa.Array) -> pa.Array:
         of_entries = pa.map_(_field_of(kind.key_field, keys), _field_of(kind.item_field, items))
         offsets = pa.array(np.array(array.offsets, np.int32))
         return pa.MapArray.from_arrays(offsets, keys, items, type=of_entries, mask=array.is_null())
-    # Neither cast nor flattened, which pyarrow 26 does wrongly where there are views.
+    # Neither cast nor flattened, because pyarrow 26 does that wrongly for views.
     items, is_null = array.values, array.is_null()
     lengths = pc.list_value_length(array).fill_null(0).cast(pa.int64()).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -501,14 +501,14 @@ def _array_without_views(array: pa.Array) -> pa.Array:
     items = _array_without_views(items)
     field = _field_of(kind.value_field, items)
     if _is(kind, "list_view", "large_list_view"):
-        # Views may lie in any order.
+        # Views may be in any order.
         firsts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64) - offsets[:-1]
         indices = pa.array(np.repeat(firsts, lengths) + np.arange(offsets[-1]))
         items = _without_encoding(items) if _is_encoded(items.type) else items
         field = _field_of(field, items)
         try:
             items = items.take(indices)
-        except pa.ArrowException:  # of types that pyarrow cannot take
+        except pa.ArrowException:  # for types that pyarrow cannot take
             items, field = _placeholders(items, field, str(items.type)[:60])
             items = items.take(indices)
     of_items = pa.large_list(field)

@@ -1,4 +1,4 @@
-"""Rows that come tokenised: ids with a mask, labels or weights, which become one token-aligned mask."""
+"""Tokenised rows: ids with a mask, labels or weights, which are converted to one token-aligned mask."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_sft_idx.chat.row_options import MaskAlignment
 from megatron_sft_idx.chat.types import RowError, TokenizedRow
 from megatron_sft_idx.layout.files import rounds_to_zero
 
-# What says which tokens are trained on.
+# Fields that control which tokens are trained on.
 MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask", "loss_scale", "loss_weights")
 _NOT_TRAINED = -100
 _MAX_ID = (1 << 31) - 1
 
 
 def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRow:
-    """Checks ids and mask against each other; a mask or labels that are label-aligned become token-aligned.
+    """Check ids and mask against each other, and convert a label-aligned mask or labels to token alignment.
 
-    Labels are as in transformers: a token's own id where it is trained on, else -100. They stand at the token's own
-    position (``token``) or at the position before it, which predicts it (``label``).
+    Labels are as in transformers: the id of a token that is trained on, else -100. They are at the position of the
+    token itself (``token``), or at the position before, which predicts it (``label``).
     """
     ids = integers(row.get("input_ids"), "input_ids")
     if not ids.size:
@@ -38,7 +38,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
     if not masks:
         raise RowError(f"input_ids without any of {', '.join(MASKS)}: nothing says what is trained on")
     if len(masks) > 1 and "labels" in masks and _NOT_TRAINED not in masks["labels"]:
-        del masks["labels"]  # the ids again, with another mask that says which count
+        del masks["labels"]  # the same ids; another mask selects the trained ones
     nothing = {key: _NOT_TRAINED if key == "labels" else 0 for key in masks}
     trained = np.logical_and.reduce([values != nothing[key] for key, values in masks.items()])
     bounds, notes = read_layout(row, ids, trained, token_aligned=alignment == "token")
@@ -57,7 +57,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
 
 
 def _require_untrained_ends(values: NDArray[Any], key: str, nothing: int, bounds: NDArray[np.int64]) -> None:
-    """RowError where a label-aligned mask trains on what would follow the last token of a sequence."""
+    """Raise RowError if a label-aligned mask trains the label after the last token of a sequence."""
     ends = bounds[1:] - 1
     wrong = np.flatnonzero(values[ends] != nothing)
     if wrong.size:

@@ -1,11 +1,12 @@
-"""Fields of rows and messages that say what is trained on.
+"""Fields of rows and messages that control what is trained on.
 
-Other trainers let a message, a part of a message or a row say "do not train this", each under names of its own. Such a
-field is read exactly as its trainer reads it, or the row is refused. None is passed over: docs/masks.md has the table.
+In other trainers, a message, a part of a message or a row can be marked "do not train", each with its own field names.
+Such a field is read exactly as its trainer reads it, or the row is rejected. None is ignored. docs/masks.md has the
+table.
 
-A name that no trainer on the list reads, but that speaks of training (``turn_loss_mask``, ``is_trainable``), is refused
-if its value can be a flag or a weight. Strings, nulls, and numbers under names such as ``train_id`` are metadata.
-``RowOptions.ignore_fields`` removes fields before anything is read.
+A field that no listed trainer reads, but whose name refers to training (``turn_loss_mask``, ``is_trainable``), is
+rejected if its value can be a flag or a weight. Strings, nulls, and numbers under names such as ``train_id`` are
+metadata. ``RowOptions.ignore_fields`` removes fields before anything is read.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ WEIGHTS: Final = ("weight", "loss_weight", "loss_scale")
 FLAGS: Final = ("train", "training", "trainable", "loss", "step_loss_mask", "loss_mask")
 # True means "do not train".
 INVERTED: Final = ("masked",)
-# Of these, the trainer trains a message of any role that says yes; of the others, the assistant's alone.
+# For these, the trainer trains a message of any role that is marked; for the others, only assistant messages.
 _OF_ANY_ROLE: Final = frozenset({"train", "training", "trainable", "loss_mask", "masked"})
-# These say which characters or tokens of a message are trained on.
+# Fields that select characters or tokens of a message for training.
 _OF_PARTS: Final = frozenset({"train_detail", "training_detail", "reasoning_training_detail", "mask"})
 _READ: Final = frozenset({*WEIGHTS, *FLAGS, *INVERTED})
 _ORDER: Final = {name: place for place, name in enumerate((*WEIGHTS, *FLAGS, *INVERTED))}
 # Verdicts on an answer, in a message.
 MESSAGE_VERDICTS: Final = ("label", "labels", "kto_tag")
-# Not of training, whatever they sound like.
+# Names that do not refer to training.
 _NOT_TRAINING: Final = frozenset({"attention_mask", "padding_mask", "special_tokens_mask", "cross_attention_mask"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -56,16 +57,16 @@ _COUNTS = re.compile(
 )
 _FLAG_TEXTS: Final = frozenset({"true", "false", "0", "1", "0.0", "1.0"})
 _MAX_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
-_LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)  # less may become 0
+_LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)  # smaller values may become 0
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a field's name, in lower case: ``stepLoss_mask`` has three."""
+    """Return the words of a field's name, in lower case: ``stepLoss_mask`` has three."""
     return [word.lower() for word in _WORD.findall(name)]
 
 
 def is_training_name(name: object) -> bool:
-    """Whether a field of this name may say what is trained on."""
+    """Return whether a field of this name may control what is trained on."""
     if not isinstance(name, str) or name in _NOT_TRAINING:
         return False
     if name in _READ or name in _OF_PARTS:
@@ -74,11 +75,11 @@ def is_training_name(name: object) -> bool:
 
 
 def training_names(fields: Iterable[str]) -> Sequence[str]:
-    """Those of these names that may say what is trained on, the known ones first and in the order of their table."""
+    """Return the names that may control training: known ones first, in the order of their table."""
     return _training_names(tuple(fields))
 
 
-@lru_cache(maxsize=4096)  # rows of a file have few sets of fields
+@lru_cache(maxsize=4096)  # the rows of a file have few different sets of fields
 def _training_names(fields: tuple[str, ...]) -> Sequence[str]:
     return tuple(sorted(filter(is_training_name, fields), key=lambda name: _ORDER.get(name, len(_ORDER))))
 
@@ -91,17 +92,17 @@ def _ignoring(name: str) -> str:
 
 
 def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what: str) -> float:
-    """The loss weight of a message: a finite number >= 0; 1 where no field says anything.
+    """Return the loss weight of a message: a finite number >= 0; 1 if no field sets it.
 
     Args:
-        message: as the row has it.
+        message: the message in the row.
         names: its ``training_names``.
-        role: of the message, as chat templates know it.
-        what: what errors call the message.
+        role: role of the message for chat templates.
+        what: name of the message in errors.
 
     Raises:
-        RowError: a field that is not read, has a wrong value, contradicts another one, or asks to train words that are
-            not the assistant's.
+        RowError: a field is not supported, has a wrong value, contradicts another one, or asks to train words of
+            another role than the assistant.
     """
     weights: dict[str, float] = {}
     flags: dict[str, bool] = {}
@@ -134,7 +135,7 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
 
 
 def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], what: str) -> None:
-    """RowError where two fields of a message contradict each other. ms-swift multiplies ``loss`` and ``loss_scale``."""
+    """Raise RowError if two fields of a message contradict each other. ms-swift multiplies two of them."""
     says = {**weights, **{name: float(flag) for name, flag in flags.items()}}
     if len(says) < 2:
         return
@@ -151,7 +152,7 @@ def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], 
 
 
 def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
-    """RowError where a message is judged, true or false: it may be a bad answer."""
+    """Raise RowError if a message is judged, true or false: it may be a bad answer."""
     for name in MESSAGE_VERDICTS:
         if isinstance(message.get(name), (bool, np.bool_)):
             raise RowError(
@@ -161,9 +162,9 @@ def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
 
 
 def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
-    """RowError where a content part says that it is not trained on, as axolotl reads ``train`` and ``weight`` of parts.
+    """Raise RowError if a content part is excluded from training, like ``train`` and ``weight`` of parts in axolotl.
 
-    A message has one weight. Parts of the assistant's that say yes, and parts of others that say no, change nothing.
+    A message has one weight. A yes on assistant parts and a no on other parts change nothing.
     """
     if not isinstance(content, list):
         return
@@ -186,7 +187,7 @@ def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
 
 
 def _may_be_flag(name: str, value: Any) -> bool:
-    """Whether a value in a message, under a name that speaks of training, can be a flag, a weight or a mask."""
+    """Return whether a message field with a training name has a value that can be a flag, a weight or a mask."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if value is None:
@@ -200,28 +201,28 @@ def _may_be_flag(name: str, value: Any) -> bool:
     return not _COUNTS.fullmatch(words_of(name)[-1])
 
 
-# Where exports of chats keep words.
+# Fields in which exports of chats store words.
 _WORD_FIELDS: Final = frozenset(
     {
         *("value", "text", "parts", "body", "message", "content_text", "content_parts", "transcript", "utterance"),
         *("response", "answer", "output", "completion", "reply", "generation", "generated_text", "refusal"),
     }
 )
-# Of a message, not in it: what a field of several words is not told by.
+# Words about a message, not content; they do not decide the meaning of a name of several words.
 _METADATA = re.compile(
     r"name|id|ids|model|time|timestamp|date|at|on|created|updated|status|source|reason|type|role|url"
 )
 
 
 def refuse_unread_words(message: Mapping[str, Any], what: str, read: Iterable[str], *, says_more: bool) -> None:
-    """RowError where a message without content holds words in a field that is not read.
+    """Raise RowError if a message without content has words in an unread field.
 
     Args:
-        message: as the row has it, without words in ``content``.
-        what: what errors call it.
-        read: names of fields that are read.
-        says_more: whether it may well have no other words: it has reasoning or tool calls, or is not the assistant's.
-            Then only fields that are known to hold content count.
+        message: the message in the row, without words in ``content``.
+        what: its name in errors.
+        read: names of the fields that are read.
+        says_more: whether it is normal to have no other words: it has reasoning or tool calls, or is not an assistant
+            message. Then only fields that are known to hold content count.
     """
     read = frozenset(read)
     for name in message:
@@ -248,7 +249,7 @@ def _holds_words(value: Any) -> bool:
 
 
 def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
-    """RowError where a row has a field that may say what is trained on, and that is not in ``read``."""
+    """Raise RowError if a row has a field that may control training and is not in ``read``."""
     for name in training_names(data):
         if name not in read and _may_be_row_flag(name, data[name]):
             remedy = "say weight or train in the messages"
@@ -261,7 +262,7 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
 
 
 def _may_be_row_flag(name: str, value: Any) -> bool:
-    """As ``_may_be_flag``, but rows have metadata: a number alone is a flag if it is 0 or 1, or the name's a weight."""
+    """Like ``_may_be_flag``, but for rows: a plain number is a flag only if it is 0 or 1 or named as a weight."""
     if isinstance(value, Undecoded):
         return not value.is_time
     if isinstance(value, np.ndarray):
@@ -303,18 +304,19 @@ def read_speaker_mask(
 ) -> None:
     """Apply ``mask`` and ``type`` of NeMo's chat rows to the weights of the messages, in place.
 
-    ``mask`` has the names of the speakers that are not trained on, joined by commas. NeMo trains on all others, and
-    never on the first turn. ``type`` is ``VALUE_TO_TEXT`` where attributes in ``label`` stand before a turn; they are
-    never trained on, and are left to the chat template. ``TEXT_TO_VALUE`` trains on the labels alone.
+    ``mask`` has the names of the speakers that are not trained on, joined by commas. NeMo trains all others, except for
+    the first turn. With ``type`` ``VALUE_TO_TEXT``, the attributes in ``label`` come before a turn. They are never
+    trained on, and are left to the chat template. ``TEXT_TO_VALUE`` trains only the labels.
 
     Args:
         data: the row.
-        speakers: who says each message, as the row spells it.
+        speakers: the speaker of each message, as spelled in the row.
         roles: the role of each message.
+        weights: the loss weight of each message.
         weights: the loss weight of each message.
 
     Raises:
-        RowError: the mask is not what can be trained on here.
+        RowError: the mask cannot be trained on here.
     """
     kind, mask = data.get("type"), data.get("mask")
     if isinstance(kind, str) and kind == "TEXT_TO_VALUE":
@@ -335,7 +337,7 @@ def read_speaker_mask(
             )
     for i, (speaker, role) in enumerate(zip(speakers, roles, strict=True)):
         is_masked = speaker in names
-        if is_masked != (speaker in mask):  # NeMo looks for the name anywhere in the mask
+        if is_masked != (speaker in mask):  # NeMo searches for the name anywhere in the mask
             raise RowError(
                 f"mask is {mask!r:.40}, in which {speaker!r:.40} is a part of another name; {_ignoring('mask')}"
             )
@@ -355,18 +357,18 @@ def read_speaker_mask(
         raise RowError(f"mask is {mask!r:.40}, so nothing in this row is trained on; {_ignoring('mask')}")
 
 
-# ---- fields that are not meant ----
+# ---- ignored fields ----
 
 _PRINTED: Final = re.compile(r"\s*\[\{'(?:role|content|from|value)': ")
 
-# Objects in these are no messages.
+# Objects in these fields are not messages.
 _NO_MESSAGES: Final = frozenset({"tools", "functions", "chat_template_kwargs", "tool_calls", "function_call"})
 
 
 def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counter[str]) -> dict[str, Any]:
-    """A row without these fields: its own, those of its messages, and those of their parts.
+    """Return a row without these fields, including those of its messages and their parts.
 
-    ``counts`` gains how many fields with a value were left out, by the name of the note for the summary.
+    ``counts`` gets the number of dropped fields with a value, by the name of the note for the summary.
     """
     ignored = frozenset(names)
     row = _without(data, ignored, counts)
@@ -386,7 +388,7 @@ def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counte
 
 
 def _message_without(message: Any, names: frozenset[str], counts: Counter[str]) -> Any:
-    """A message without these fields, its parts too; any value that is no message as it is."""
+    """Return a message and its parts without these fields; any other value unchanged."""
     if not isinstance(message, dict) or not _is_turn(message):
         return message
     left = _without(message, names, counts)
@@ -397,10 +399,10 @@ def _message_without(message: Any, names: frozenset[str], counts: Counter[str]) 
 
 
 def messages_of_json(value: Any) -> Any:
-    """Messages that stand in their field as JSON text, as tables hold them; any other value as it is.
+    """Parse messages that are stored as JSON text, as in tables; return any other value unchanged.
 
     Raises:
-        RowError: the text is what Python prints for messages, as pandas writes lists into .csv files.
+        RowError: the text is Python's output for messages, as pandas writes lists into .csv files.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         if _PRINTED.match(value):
@@ -430,5 +432,5 @@ _IGNORED: Final = "ignored_field:"
 
 
 def note_of_ignored(name: str) -> str:
-    """The name of the note that counts an ignored field."""
+    """Return the name of the note that counts an ignored field."""
     return _IGNORED + name

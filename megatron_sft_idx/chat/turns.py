@@ -1,4 +1,4 @@
-"""Lists of turns, in the forms that data sets have, to messages as chat templates expect them.
+"""Convert lists of turns, in the forms of public data sets, to messages as chat templates expect them.
 
 =========  ==============================================================================================
 OpenAI     objects with ``role`` and ``content``
@@ -38,20 +38,20 @@ Message = dict[str, Any]
 Turns = tuple[list[Message], list[float]]
 
 _DEFAULT = RowOptions()
-# A string that is a message of another form: JSON, or a speaker before what is said.
+# A string that is a message of another form: JSON, or a speaker before the words.
 _SPEAKER: Final = re.compile(
     r"\s*(?:\{\s*[\"'](?:role|from|content|value)|(?:system|user|human|assistant|gpt)\s*:)", re.I
 )
 _PAIR_SYSTEM: Final = "system"
-# XTuner's flag of an answer.
+# XTuner's flag for an answer.
 _OUTPUT_FLAG: Final = "output_with_loss"
 
 
 def read_list(turns: Any, key: str, options: RowOptions = _DEFAULT) -> Turns:
-    """Messages as chat templates expect them, of a list of turns of any form, or of its JSON.
+    """Convert a list of turns of any form, or its JSON text, to messages as chat templates expect them.
 
     Raises:
-        RowError: one of them cannot be used; it is named by ``key`` and its index.
+        RowError: one of them cannot be used; the text has ``key`` and its index.
     """
     turns = typed(json_of(turns, key), list, key, "a list of messages")
     if not turns:
@@ -67,7 +67,7 @@ def read_list(turns: Any, key: str, options: RowOptions = _DEFAULT) -> Turns:
 
 
 def read_named(named: Iterable[tuple[Message, str]], options: RowOptions) -> Turns:
-    """Messages of OpenAI's form as chat templates expect them; each comes with what errors call it."""
+    """Convert messages of OpenAI's form to messages as chat templates expect them; each has a name for errors."""
     read = [_read_message(message, what, options) for message, what in named]
     return [message for message, _ in read], [weight for _, weight in read]
 
@@ -90,7 +90,7 @@ def _read_turns(turns: list[Any], key: str, options: RowOptions) -> Turns:
 
 
 def _read_plain(turn: Any, is_sharegpt: bool, roles: Mapping[str, str]) -> Message | None:
-    """Most turns: a speaker and a text, and nothing else, in half the time. None for any other turn."""
+    """Read a turn with only a speaker and a text, in half the time. None for any other turn."""
     speaker, text = ("from", "value") if is_sharegpt else ("role", "content")
     if (
         type(turn) is not dict
@@ -104,8 +104,8 @@ def _read_plain(turn: Any, is_sharegpt: bool, roles: Mapping[str, str]) -> Messa
 
 
 def _role_of(name: Any, roles: Mapping[str, str]) -> str | None:
-    """The role that a row calls by this name, in whatever case: NeMo says ``User``."""
-    if isinstance(name, float) and name.is_integer():  # as tables have whole numbers where some are null
+    """Return the role for a name in a row, in any case: NeMo uses ``User``."""
+    if isinstance(name, float) and name.is_integer():  # tables store integers as floats if some are null
         name = int(name)
     if isinstance(name, (bool, int)):
         name = str(name)
@@ -114,11 +114,11 @@ def _role_of(name: Any, roles: Mapping[str, str]) -> str | None:
     return roles.get(name) or roles.get(name.lower())
 
 
-# ---- turns of other forms, as messages with what errors call them ----
+# ---- turns of other forms, as messages with names for errors ----
 
 
 def _of_pair(turn: Any, what: str, *, is_first: bool) -> list[tuple[Message, str]]:
-    """The messages of a pair. Fields of training are the answer's; any other field with a value is refused."""
+    """Return the messages of a pair. Training fields belong to the answer; any other field with a value is rejected."""
     turn = without_nulls(typed(turn, dict, what, "an object with a question and its answer"))
     if (keys := pair_keys(turn)) is None:
         raise RowError(f"{what} has no question and answer, but the turns before it have; found {', '.join(turn)}")
@@ -144,7 +144,7 @@ def _of_pair(turn: Any, what: str, *, is_first: bool) -> list[tuple[Message, str
 
 
 def _of_texts(texts: list[Any], key: str) -> list[tuple[Message, str]]:
-    """The messages of a list of strings, the user's and the assistant's in turn."""
+    """Return the messages of a list of strings, alternating between user and assistant."""
     for i, text in enumerate(texts):
         typed(text, str, f"{key}[{i}]", "a string, as the turns before it")
         if _SPEAKER.match(text):
@@ -168,14 +168,14 @@ _TEXT_KEYS = ("text", "value", "content")
 _PARTS_BEFORE_TEXT = ("reasoning", "thinking", "think")
 _PARTS_BEHIND_TEXT = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Keys of a message that the template does not see as they are; it sees all others.
+# Keys of a message that the template does not get unchanged; it gets all others.
 _RARE = frozenset({*MEDIA, *MESSAGE_VERDICTS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", "name", "tool_call_id", *_REASONING_KEYS})
 _CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *WEIGHTS, *FLAGS, *INVERTED})
 
 
 def _message_of_turn(turn: Any, what: str) -> Message:
-    """One turn of ShareGPT's with ``role`` and ``content`` for ``from`` and ``value``; other keys are kept."""
+    """Return a ShareGPT turn with ``role`` and ``content`` for ``from`` and ``value``; other keys are kept."""
     turn = typed(turn, dict, what, "an object with from and value")
     speaker, value = turn.get("from"), turn.get("value")
     if value is None:
@@ -189,9 +189,9 @@ def _message_of_turn(turn: Any, what: str) -> Message:
 
 
 def _calls_in_content(message: Message, what: str) -> Message:
-    """A message whose content is JSON, a function with its arguments or a list of them, with these as tool calls.
+    """Convert JSON content, one function with arguments or a list of them, to tool calls of the message.
 
-    It becomes the assistant's message; what follows stays another message.
+    It becomes an assistant message. The next message stays a separate message.
     """
     content = json_of(message.get("content"), what)
     calls = content if isinstance(content, list) else [content]
@@ -202,7 +202,7 @@ def _calls_in_content(message: Message, what: str) -> Message:
 
 
 def _with_role(message: Message, what: str, options: RowOptions) -> tuple[Message, str]:
-    """A message with its role as chat templates know it; a function_call becomes the assistant's."""
+    """Return a message with its role for chat templates; a function_call becomes an assistant message."""
     given = message.get("role")
     role = _role_of(given, options.mapping.role_names)
     if role is None:
@@ -217,15 +217,15 @@ def _with_role(message: Message, what: str, options: RowOptions) -> tuple[Messag
 
 
 def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str = "content") -> tuple[Message, float]:
-    """Checks one message and returns it in the form that chat templates expect, with its loss weight.
+    """Check one message. Return it in the form that chat templates expect, with its loss weight.
 
     - Content parts of text become one string; parts of reasoning or tool calls become the fields of that name.
     - Arguments of tool calls become objects, and an old ``function_call`` becomes one of the tool calls. So does the
       content of a message whose role is ``function_call``.
-    - Reasoning stands under ``reasoning_content``, and under the key that the row has it under.
-    - Keys whose value is null are left out, as transformers leaves them out.
+    - Reasoning is stored under ``reasoning_content``, and under its key in the row.
+    - Keys with null values are dropped, as in transformers.
 
-    Errors call the message ``what``, and the field of its words ``text_in``.
+    ``what`` is the name of the message in errors, and ``text_in`` that of its text field.
     """
     message = typed(message, dict, what, "an object with role and content")
     given = message.get("role")
@@ -271,7 +271,7 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
 
 
 def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict[str, Any]]:
-    """The text of a content, as of ``_text_of``; or, where images and audio are read, its parts if it has several."""
+    """Return the text of a content (see ``_text_of``); or its parts if media are read and it has several."""
     if not options.media or not isinstance(content, list):
         return _text_of(content, what)
     parts: list[dict[str, Any]] = []
@@ -283,14 +283,14 @@ def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict
             raise RowError(f"{what}[{i}] is of type {part.get('type')!r:.40} and has {media}; give it as another part")
         elif text := _text_of_part(part, f"{what}[{i}]", "only text, images and audio can be trained on here"):
             parts.append({"type": "text", "text": text})
-    # Templates for images may write something between two texts, so these stay apart.
+    # Templates for images may write something between two texts, so these stay separate.
     return parts if len(parts) > 1 or any(part["type"] != "text" for part in parts) else _text_of(content, what)
 
 
 def _text_of(content: Any, what: str) -> str:
-    """A string as it is, or the texts of a list of content parts end to end; parts of other kinds are refused.
+    """Return a string unchanged, or join the texts of a list of content parts. Other kinds of parts are rejected.
 
-    Templates are never handed a list: many of them render it as nothing, and its words would be lost.
+    Templates never get a list, because many of them render it as nothing, and its words would be lost.
     """
     if isinstance(content, str):
         return content
@@ -299,7 +299,7 @@ def _text_of(content: Any, what: str) -> str:
 
 
 def _text_of_part(part: Any, what: str, advice: str) -> str:
-    """The text of a content part. RowError, which ends with ``advice``: it is of another kind."""
+    """Return the text of a content part. RowError, which ends with ``advice``: it is of another kind."""
     if isinstance(part, str):
         return part
     kind = typed(part, dict, what, "a text part").get("type")
@@ -311,7 +311,7 @@ def _text_of_part(part: Any, what: str, advice: str) -> str:
 
 
 def _with_fields(message: Message, what: str) -> Message:
-    """An assistant message whose content parts of reasoning and tool calls have moved to fields of their own."""
+    """Move the reasoning and tool call parts of an assistant message to separate fields."""
     parts = message["content"]
     kinds = [part.get("type") if isinstance(part, dict) else "text" for part in parts]
     order = [(kind in _PARTS_BEHIND_TEXT) - (kind in _PARTS_BEFORE_TEXT) for kind in kinds]
@@ -344,9 +344,9 @@ def _with_fields(message: Message, what: str) -> Message:
 
 
 def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
-    """One tool call as ``{"type": "function", "function": {"name", "arguments"}, ...}``.
+    """Return a tool call as ``{"type": "function", "function": {"name", "arguments"}, ...}``.
 
-    Accepts that, or the function alone. Arguments in a string of JSON are parsed; missing ones become an empty object.
+    Accepts that, or only the function. Arguments in a string of JSON are parsed; missing ones become an empty object.
     """
     call = typed(call, dict, what, "an object with name and arguments")
     if (kind := call.get("type")) not in (None, "function"):
@@ -360,7 +360,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RowError(f"{what} has no function name; expected name and arguments")
-    # Llama's own calls say parameters; templates know arguments only.
+    # Llama's own calls use the name parameters; templates only know arguments.
     key = "parameters" if function.get("arguments") is None and "parameters" in function else "arguments"
     where, arguments = f"{what} ({name}).{key}", function.get(key)
     if isinstance(arguments, str):
@@ -384,7 +384,7 @@ def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
-    """The reasoning of an assistant message, under each key that the message has it under."""
+    """Return the reasoning of an assistant message, under each of its keys in the message."""
     texts = {}
     for key in _REASONING_KEYS:
         if (given := message.get(key)) is not None:
@@ -399,18 +399,18 @@ def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
 
 
 def turns_of_pairs(pairs: Iterable[Sequence[str]]) -> list[Message]:
-    """Messages of a user and of the assistant in turn."""
+    """Return messages that alternate between user and assistant."""
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def says_something(message: Message) -> bool:
-    """Whether a message is the assistant's, with words, reasoning or tool calls."""
+    """Return whether a message is an assistant message with words, reasoning or tool calls."""
     return message["role"] == "assistant" and bool(
         message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
     )
 
 
 def any_trained(messages: Iterable[Message], weights: Iterable[float]) -> bool:
-    """Whether the assistant says something in a message whose weight is not 0."""
+    """Return whether an assistant message with words has a weight other than 0."""
     return any(weight and says_something(message) for message, weight in zip(messages, weights, strict=True))

@@ -1,4 +1,4 @@
-"""What passes between the steps of ``chat``: pieces of input, conversations, rendered text, ids with their masks."""
+"""The data passed between the steps of ``chat``: pieces of input, conversations, rendered text, ids with masks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PartialMarkers: TypeAlias = Literal["error", "keep"]
 
 
 class RowError(ValueError):
-    """Why a row cannot be used; a caller that knows file and line makes a ``SequenceError`` of it."""
+    """The reason why a row cannot be used. A caller that knows file and line converts it to a ``SequenceError``."""
 
 
 class InputRow(NamedTuple):
-    """One row as it was read.
+    """One row of the input.
 
     Attributes:
         position: its line in a JSON-lines file, its record in a file of separated values, else its number, from 1.
         data: its values (``values``), or the error of a row that cannot be read.
-        notes: counts for the summary by name, of what is left out of it.
+        notes: counts for the summary, by name, of what was dropped from it.
     """
 
     position: int
@@ -42,12 +42,12 @@ class Piece(ABC):
     """Consecutive rows of one input file; picklable.
 
     Attributes:
-        path: the file, as error messages name it.
+        path: path of the file in error messages.
         first: position of the first row, from 1: its line in a JSON-lines file, its record in a file of separated
             values (whose header is the first one), else the number of the row.
-        num_bytes: how many bytes of the file, as it is on disk, this piece was read from, for progress. Over a file
-            they sum to its size or less.
-        payload: the bytes that hold the rows.
+        num_bytes: number of bytes of the file on disk from which this piece was read, for progress. Over a file they
+            sum to at most its size.
+        payload: the bytes with the rows.
     """
 
     path: str
@@ -57,26 +57,26 @@ class Piece(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[InputRow]:
-        """Yields each row. Blank lines give no row, but they count in positions."""
+        """Yield each row. Blank lines give no row, but count in positions."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash that is equal for pieces of the same rows, wherever these lie: xxh3_128 in hex."""
+        """Return a hash that is equal for pieces with the same rows, independent of their location: xxh3_128 in hex."""
 
 
 class Conversation(NamedTuple):
-    """One chat in OpenAI's form, as chat templates expect it.
+    """One chat in OpenAI's form, as expected by chat templates.
 
     Attributes:
-        messages: dicts with ``role``, a string ``content`` (which may be missing beside tool calls), ``tool_calls``,
-            ``reasoning_content``, and whatever else the row's messages hold but fields of ``training_fields``.
-        weights: one loss weight a message, in the order of ``messages``; those of messages that are not the
-            assistant's have no effect.
-        tools: tool schemas handed to the template, or None.
-        kwargs: extra template variables that the row itself sets (``chat_template_kwargs``).
-        notes: counts for the summary by name.
+        messages: dicts with ``role``, a string ``content`` (which may be missing next to tool calls), ``tool_calls``,
+            ``reasoning_content``, and all other fields of the row's messages except those in ``training_fields``.
+        weights: one loss weight per message, in the order of ``messages``. Only those of assistant messages have an
+            effect.
+        tools: tool schemas for the template, or None.
+        kwargs: extra template variables set by the row itself (``chat_template_kwargs``).
+        notes: counts for the summary, by name.
 
-    Where a row has images or audio, the content of a message may be a list of parts of ``text``, ``image`` and
+    If a row has images or audio, the content of a message may be a list of parts of ``text``, ``image`` and
     ``audio``, which keep their files (``media_parts``).
     """
 
@@ -88,13 +88,13 @@ class Conversation(NamedTuple):
 
 
 class TokenizedRow(NamedTuple):
-    """A row that came tokenised: ids and a token-aligned mask (1 = this token is trained on).
+    """A tokenised row: ids and a token-aligned mask (1 = this token is trained on).
 
     Attributes:
         input_ids: int64 [tokens].
         loss_mask: float32 [tokens].
         notes: counts for the summary by name.
-        bounds: where its sequences begin, and the end of the last one, int64 [sequences + 1]; None for one sequence.
+        bounds: start of each of its sequences, and end of the last one, int64 [sequences + 1]; None for one sequence.
     """
 
     input_ids: NDArray[np.int64]
@@ -104,7 +104,7 @@ class TokenizedRow(NamedTuple):
 
 
 class TextRow(NamedTuple):
-    """A row of plain text, of which every token is trained on.
+    """A row of plain text. Every token is trained on.
 
     Attributes:
         text: the text.
@@ -127,11 +127,11 @@ class Rendered(NamedTuple):
     """A rendered conversation.
 
     Attributes:
-        text: what the template made, to be tokenised as one string without adding special tokens.
-        spans: what is trained on, ascending, not overlapping.
-        literals: character ranges, ascending ``(start, stop)``, that spell a control token but came from the data,
-            so that they must not become one. Nearly every row has none.
-        notes: counts for the summary by name, such as how often the template dropped reasoning.
+        text: output of the template, to be tokenised as one string without adding special tokens.
+        spans: what is trained on, in ascending order without overlap.
+        literals: character ranges, ascending ``(start, stop)``, that spell a control token but came from the data, so
+            they must not become one. Nearly every row has none.
+        notes: counts for the summary, by name, such as how often the template dropped reasoning.
     """
 
     text: str
@@ -141,7 +141,7 @@ class Rendered(NamedTuple):
 
 
 class EncodedItem(NamedTuple):
-    """An image or a recording in a sequence: its first position, how many it takes, and the number of its file."""
+    """An image or a recording in a sequence: first position, number of positions, and number of its file."""
 
     kind: Kind
     start: int
@@ -154,10 +154,10 @@ class Encoded(NamedTuple):
 
     Attributes:
         input_ids: int32 [length].
-        loss_mask: float32 [length], token-aligned: the weight of each token, 0 where it is not trained on.
-        notes: counts for the summary by name: straddling tokens, literals kept as text, and those of ``Rendered``.
-        straddling: the text of a token that brings characters of a header into a span, to be shown to people; empty
-            where no token does.
+        loss_mask: float32 [length], token-aligned: the weight of each token, 0 if it is not trained on.
+        notes: counts for the summary, by name: straddling tokens, literals kept as text, and those of ``Rendered``.
+        straddling: the text of a token that contains characters of both a header and a span, for display; "" if there
+            is none.
         media: images and recordings of the sequence, in order.
     """
 
@@ -170,26 +170,26 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskOptions:
-    """Which characters of a rendered conversation are trained on.
+    """Options for which characters of a rendered conversation are trained on.
 
     Attributes:
-        train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
-            last user message (tool results between them do not end a turn); ``"markers"``, exactly what the template's
-            ``{% generation %}`` markers enclose, whoever says it; ``"all"``, every character.
+        train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the last user
+            message (tool results between them do not end a turn); ``"markers"``, exactly the text inside the template's
+            ``{% generation %}`` markers, of any role; ``"all"``, every character.
         train_on_thinking: whether reasoning, with the tags around it, is trained on.
-        train_on_tool_calls: whether tool calls are trained on. Those that are not are left out from the end of the
-            words before them to the start of the words after them, or to the end of the turn where none follow.
-        earlier_reasoning: what becomes of a row if the template leaves out the reasoning of earlier turns: ``"error"``
-            refuses it; ``"drop"`` makes one sequence without that reasoning; ``"split"`` makes a sequence of each turn,
+        train_on_tool_calls: whether tool calls are trained on. Otherwise they are excluded from the end of the words
+            before them to the start of the words after them, or to the end of the turn if none follow.
+        earlier_reasoning: what to do with a row if the template drops the reasoning of earlier turns: ``"error"``
+            rejects it; ``"drop"`` makes one sequence without that reasoning; ``"split"`` makes a sequence of each turn,
             as the model would see it there.
-        partial_markers: what becomes of a row of which the template's generation markers leave out something that the
-            assistant says: ``"error"`` refuses it, ``"keep"`` trains on what the markers enclose.
+        partial_markers: what to do with a row if the template's generation markers do not cover all assistant words:
+            ``"error"`` rejects it, ``"keep"`` trains on the text inside the markers.
         allow_control_tokens: whether text of the data that spells a control token becomes that token.
-        template_date: the day, ``YYYY-MM-DD``, that a template is given when it asks for the date.
+        template_date: the day, ``YYYY-MM-DD``, for templates that ask for the date.
 
     Raises:
-        FormatError: an option is none of its choices, ``template_date`` is no date, or ``train_on="markers"`` goes with
-            an option that trains on something else than the markers enclose.
+        FormatError: an option has an invalid value, ``template_date`` is not a date, or ``train_on="markers"`` is
+            combined with an option that selects other text.
     """
 
     train_on: TrainOn = "assistant"

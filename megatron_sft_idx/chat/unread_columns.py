@@ -1,9 +1,10 @@
-"""Columns next to a prompt, an answer or messages that hold words of these, and that are not read.
+"""Unread columns that contain words of the prompt, an answer or messages.
 
-Most columns of a row that are not read hold sources, scores and names. But a column called ``reasoning`` or
-``options``, or a second prompt or answer, holds words that belong to what is trained: without them, the model would be
-trained on something else than the row means. A row with such words is refused, unless what is read holds them too.
-``--fields`` says which columns make the row, and then all others count as metadata; ``--ignore-field`` leaves one out.
+Most unread columns of a row hold sources, scores and names. But a column named ``reasoning`` or ``options``, or a
+second prompt or answer, has words that belong to the training text. Without them, the model would be trained on
+something else than the row means. A row with such words is rejected, unless the text that is read contains them too.
+With ``--fields``, only the given columns make the row and all others count as metadata. ``--ignore-field`` drops a
+column.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _OF_PROMPTS: Final = re.compile(
     r"|(?:chat|conversation|dialogue)?_?history|previous_turns"
 )
 _OF_ANSWERS: Final = re.compile(r"corrected|revision|(?:\w+_)?attempt")
-# Next to "answer", which then is a short reference.
+# Next to "answer", which is then a short reference.
 _SOLUTION: Final = "solution"
 _VERDICTS: Final = ("is_correct", "correct", "is_right")
 _WRONG: Final = ("false", "0", "no")
 # Text that is a flag.
 _NO_WORDS: Final = frozenset({"", "on", "off", "yes", "no", "true", "false", "none", "null", "n/a", "0", "1"})
-# Of a turn, but not its words.
+# About a turn, but not its words.
 _NO_TEXT: Final = frozenset({"role", "from", "type", "name", "id", "tool_call_id"})
 
 
 def refuse_bad_answer(row: Mapping[str, Any]) -> None:
-    """RowError where a row says that its answer is wrong."""
+    """Raise RowError if a row marks its answer as wrong."""
     for name in _VERDICTS:
         if name in row and row[name] is not None and str(row[name]).strip().lower() in _WRONG:
             raise RowError(
@@ -60,12 +61,12 @@ def refuse_bad_answer(row: Mapping[str, Any]) -> None:
 def refuse_unread_of_exchange(
     row: Mapping[str, Any], read: Collection[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """RowError where a row of a prompt and an answer has words of these in a column that is not read.
+    """Raise RowError if a row of prompt and answer has words of these in an unread column.
 
     Args:
-        row: with its keys as they are.
+        row: the row with its original keys.
         read: the keys that are read.
-        messages: what was made of them.
+        messages: the messages made from them.
     """
     for name, part in _suspects(tuple(row)):
         if name not in read and (part != _SOLUTION or "answer" in read):
@@ -73,12 +74,12 @@ def refuse_unread_of_exchange(
 
 
 def refuse_unread_of_messages(row: Mapping[str, Any], read: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """RowError where a row of messages has reasoning, other turns, or the answer to its last message in a column.
+    """Raise RowError if a row of messages has reasoning, other turns, or the answer to its last message in a column.
 
     Args:
-        row: with its keys as they are.
+        row: the row with its original keys.
         read: the key of the messages.
-        messages: what was made of them.
+        messages: the messages made from them.
     """
     is_answered = messages[-1]["role"] != "user"
     for name, part in _suspects(tuple(row)):
@@ -96,12 +97,12 @@ def refuse_unread_of_messages(row: Mapping[str, Any], read: str, messages: Seque
 
 
 def refuse_unread_of_pair(row: Mapping[str, Any], read: Collection[str], messages: Sequence[Mapping[str, Any]]) -> None:
-    """RowError where a preference row has words of its prompt or its answers in a column that is not read.
+    """Raise RowError if a preference row has words of its prompt or its answers in an unread column.
 
     Args:
-        row: with its keys as they are.
+        row: the row with its original keys.
         read: the keys that are read.
-        messages: of both conversations.
+        messages: the messages of both conversations.
     """
     for name, part in _suspects(tuple(row)):
         is_of_pair = part in ("reasoning", "prompt", "turns") or name in (*CHOSEN, *REJECTED)
@@ -109,9 +110,9 @@ def refuse_unread_of_pair(row: Mapping[str, Any], read: Collection[str], message
             _refuse_words(row, name, part, messages, read)
 
 
-@lru_cache(maxsize=4096)  # rows of a file have few sets of columns
+@lru_cache(maxsize=4096)  # the rows of a file have few different sets of columns
 def _suspects(names: tuple[Any, ...]) -> Sequence[tuple[str, str]]:
-    """Those of these columns that may hold words of a conversation, each with the part that it is of."""
+    """Return the columns that may hold words of a conversation, each with the part that it belongs to."""
     of_names = {
         **dict.fromkeys((*PROMPTS, *INPUTS, *OTHER_PROMPTS), "prompt"),
         **dict.fromkeys((*ANSWERS, *OTHER_ANSWERS, *CHOSEN, *REJECTED), "answer"),
@@ -131,12 +132,12 @@ def _suspects(names: tuple[Any, ...]) -> Sequence[tuple[str, str]]:
 def _refuse_words(
     row: Mapping[str, Any], name: str, part: str, messages: Sequence[Mapping[str, Any]], read: Collection[str]
 ) -> None:
-    """RowError where a column has words that what is read has not."""
+    """Raise RowError if a column has words that the text that is read does not have."""
     texts = [text for text in _texts(row[name]) if text.strip().lower() not in _NO_WORDS]
     if not texts:
         return
     written = "\n".join(text for message in messages for text in _texts(message))
-    # A rendered prompt has the prompt in it.
+    # A rendered prompt contains the prompt.
     asked = (
         [row[key].strip() for key in read if key in PROMPTS and isinstance(row.get(key), str)]
         if part == "prompt"
@@ -153,7 +154,7 @@ def _refuse_words(
 
 
 def _have_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message has reasoning already, of which a column may be a copy."""
+    """Return whether a message already has reasoning, of which a column may be a copy."""
     answers = [message for message in messages if message["role"] == "assistant"]
     return any(message.get(REASONING) or "</think>" in (message.get("content") or "") for message in answers)
 

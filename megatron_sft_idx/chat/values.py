@@ -1,17 +1,17 @@
-"""The values of a row: what JSON has, from whichever file the row comes.
+"""The values of a row: JSON types, independent of the format of the file.
 
 Absent keys
-    A table has a null for each key that only other rows have, and so have JSON lines that were exported from a table. A
-    null in an object of a row therefore means that its key is absent, in files of all kinds alike. Nulls in JSON text,
-    which no table filled in, stay: those of arguments that are a string, and of a field that is typed as JSON.
+    A table has a null for each key that only other rows have, and so do JSON lines that were exported from a table. A
+    null in an object of a row therefore means that its key is absent, in files of all formats. Nulls in JSON text,
+    which no table filled in, stay: in arguments given as a string, and in a field that is typed as JSON.
 Typed JSON
-    Fields of Arrow's type ``arrow.json`` hold the value that their text is.
+    Fields of Arrow's type ``arrow.json`` have the value of their parsed text.
 Depth
-    No row holds more than ``MAX_DEPTH`` lists and objects in one another, from wherever it comes, and neither does JSON
-    that is text in a row. Whatever recurses over a row therefore stays far from Python's limit.
+    No row has more than ``MAX_DEPTH`` nested lists and objects, whatever its source, and neither has JSON text in a
+    row. So recursion over a row stays far from Python's limit.
 Undecoded values
-    Tables can hold what JSON cannot, such as times. ``Undecoded`` stands in place of such a value. It is an error only
-    where something reads it.
+    Tables can hold values that JSON cannot, such as times. ``Undecoded`` replaces such a value. It is an error only if
+    something reads it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import orjson
 
 from megatron_sft_idx.chat.types import RowError
 
-# Lists and objects in one another. Python's own limit of 1,000 calls leaves room for several calls a level.
+# Maximum nesting of lists and objects. Python's own limit of 1,000 calls allows several calls per level.
 MAX_DEPTH = 128
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it, or write it as text"
 
-# What is handed to a chat template as a whole, which may write any part of it.
+# Fields that are passed to a chat template as a whole, which may write any part of them.
 _TOOLS = ("tools", "functions")
 _OF_ROWS = frozenset({*_TOOLS, "chat_template_kwargs"})
 _OF_CALLS = frozenset({"arguments", "parameters"})
-# Types of values that are as they should be.
+# Types of values that need no conversion.
 _SIMPLE = frozenset({str, int, float, bool})
 _FLAT = _SIMPLE | {type(None)}
 
@@ -42,14 +42,14 @@ class JsonText(str):
     """The text of a field that is typed as JSON.
 
     Attributes:
-        field: its name, with those that it lies in.
+        field: name of the field, with those of its parents.
     """
 
     __slots__ = ("field",)
     field: str
 
     def __new__(cls, text: str, field: str) -> JsonText:
-        """As of ``str``."""
+        """See ``str``."""
         made = super().__new__(cls, text)
         made.field = field
         return made
@@ -58,12 +58,12 @@ class JsonText(str):
 class Undecoded:
     """A value of a table that JSON cannot hold.
 
-    It is neither text nor number, list or object, so what reads the field refuses it. Whoever writes it, also as a part
-    of something else, gets its error.
+    It is neither text nor number, list or object, so code that reads the field rejects it. Writing it, also as part of
+    something else, raises its error.
 
     Args:
-        field: its name, with those that it lies in.
-        reason: what it is, as the end of a sentence that begins with the field.
+        field: name of the field, with those of its parents.
+        reason: description of the value, as the end of a sentence that begins with the field.
         remedy: what the user can do.
         is_time: whether it is a point in time or a duration.
     """
@@ -74,7 +74,7 @@ class Undecoded:
         self.field, self.reason, self.remedy, self.is_time = field, reason, remedy, is_time
 
     def error(self, expected: str = "") -> RowError:
-        """The error where it is read."""
+        """Return the error for reading it."""
         wanted = f", expected {expected}" if expected else ""
         return RowError(f"{self.field} {self.reason}{wanted}; {self.remedy}")
 
@@ -88,7 +88,7 @@ class Undecoded:
 
 
 class Binary(Undecoded):
-    """Bytes in a table, which only images and audio may be."""
+    """Bytes in a table. Only images and audio may be bytes."""
 
     __slots__ = ("_array", "_at")
 
@@ -97,12 +97,12 @@ class Binary(Undecoded):
         self._array, self._at = array, at
 
     def read(self) -> bytes:
-        """The bytes."""
+        """Return the bytes."""
         return bytes(self._array[self._at].as_py())
 
 
 class _ReadAsWholeError(Exception):
-    """An undecoded value lies in something that is handed on as a whole."""
+    """An undecoded value is inside something that is passed on as a whole."""
 
     def __init__(self, value: Undecoded) -> None:
         super().__init__(value)
@@ -110,10 +110,10 @@ class _ReadAsWholeError(Exception):
 
 
 def read_values(row: Any) -> tuple[Any, Mapping[str, int]]:
-    """The row without the keys that are absent and with typed JSON parsed, and what to count of that by name.
+    """Return the row without absent keys and with typed JSON parsed, and counts of these changes by name.
 
-    Tools, arguments and variables of templates that hold an undecoded value become that value. The row must not be
-    deeper than ``MAX_DEPTH``.
+    Tools, arguments and template variables that contain an undecoded value are replaced by that value. The row must not
+    be deeper than ``MAX_DEPTH``.
     """
     if not isinstance(row, dict):
         return row, {}
@@ -130,7 +130,7 @@ def read_values(row: Any) -> tuple[Any, Mapping[str, int]]:
 
 
 def refuse_deep(value: Any) -> None:
-    """RowError where lists and objects lie in one another more than ``MAX_DEPTH`` levels deep."""
+    """Raise RowError if lists and objects are nested more than ``MAX_DEPTH`` levels deep."""
     if _is_deeper(value, MAX_DEPTH):
         fields = (
             [key for key, inner in value.items() if _is_deeper(inner, MAX_DEPTH - 1)] if type(value) is dict else []
@@ -142,10 +142,10 @@ def refuse_deep(value: Any) -> None:
 def _is_deeper(value: Any, limit: int) -> bool:
     level: dict[int, Any] = {id(value): value}
     for _ in range(limit):
-        below: dict[int, Any] = {}  # by identity: Python's objects may hold one list a thousand times, or themselves
+        below: dict[int, Any] = {}  # by identity: a Python object may contain one list a thousand times, or itself
         for each in level.values():
             items: Iterable[Any]
-            # Exact types first: whether something is a Mapping takes Python long to tell.
+            # Exact types first, because a check for Mapping is slow in Python.
             if type(each) is dict or isinstance(each, Mapping):
                 items = each.values()
             else:
@@ -158,7 +158,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def _whole(value: Any, counts: Counter[str], note: str) -> Any:
-    """See ``_read``; the first undecoded value in it takes the place of all."""
+    """See ``_read``. The first undecoded value in it replaces the whole."""
     try:
         return _read(value, counts, note, in_whole=True)
     except _ReadAsWholeError as error:
@@ -166,14 +166,14 @@ def _whole(value: Any, counts: Counter[str], note: str) -> Any:
 
 
 def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any:
-    """The value without absent keys and with typed JSON parsed; ``note`` is the name that counts the nulls, if any.
+    """Return the value without absent keys and with typed JSON parsed; ``note`` is the name for the count of nulls.
 
     Raises:
         _ReadAsWholeError: an undecoded value is ``in_whole``.
     """
     kind = type(value)
     if kind is dict:
-        if _SIMPLE.issuperset(map(type, value.values())):  # as of most messages
+        if _SIMPLE.issuperset(map(type, value.values())):  # true for most messages
             return value
         out = {}
         for key, item in value.items():
@@ -208,14 +208,14 @@ _LONG_NUMBER = b"0" * 19
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses one JSON document. Of a key that is repeated the last value counts, as in JSON libraries.
+    """Parse one JSON document. For a repeated key the last value counts, as in JSON libraries.
 
-    Integers are kept whatever their size; orjson alone would round those beyond 64 bits to floats. Floats become
-    doubles: ``1.10`` is later written as ``1.1``.
+    Integers are kept at any size; orjson would round those beyond 64 bits to floats. Floats become doubles: ``1.10`` is
+    later written as ``1.1``.
 
     Raises:
-        ValueError: with the reason, for anything that RFC 8259 does not allow (NaN, lone surrogates, invalid
-            UTF-8), for numbers beyond a double's range and for what is deeper than ``MAX_DEPTH``.
+        ValueError: the text is not allowed by RFC 8259 (NaN, lone surrogates, invalid UTF-8), has numbers beyond the
+            range of a double, or is deeper than ``MAX_DEPTH``; with the reason.
     """
     try:
         value = orjson.loads(raw)
@@ -237,12 +237,12 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError(reason) from None
     except RowError:
         raise
-    except ValueError as error:  # of json, for integers of thousands of digits
+    except ValueError as error:  # raised by json for integers of thousands of digits
         raise ValueError(f"cannot be parsed: {error}") from None
     return value
 
 
 def clause_of(error: ValueError) -> str:
-    """The reason why ``parse_json`` failed, to stand behind "is"."""
+    """Return the reason why ``parse_json`` failed, to follow "is"."""
     reason = str(error)
     return reason if reason.startswith("not ") else f"not usable: {reason}"

@@ -1,8 +1,8 @@
-"""Checks of a shard's files against every rule of FORMAT.md, and files brought back from what is left of others.
+"""Check a shard's files against every rule of FORMAT.md, and restore files from the remaining ones.
 
-``rules`` has the checks and their findings, ``pack_walk`` reads files and walks their packs, ``verify`` makes a report
-of both. ``rebuild`` finds what is wrong and has ``restore`` or ``derive`` write it anew, by pack lengths from
-``lengths``. Nothing here may change a file but ``rebuild``, and that may not touch a good one.
+``rules`` has the checks and their findings, ``pack_walk`` reads files and walks their packs, ``verify`` combines both
+into a report. ``rebuild`` finds the damage and lets ``restore`` or ``derive`` write new files, with pack lengths from
+``lengths``. Only ``rebuild`` may change files here, and it must not touch a good one.
 """
 
 from megatron_sft_idx.check.rebuild import FileState, Rebuilt, rebuild

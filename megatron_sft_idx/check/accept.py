@@ -1,8 +1,8 @@
-"""``rebuild --accept-contents``: a damaged shard is written again as it is now, and its header says so.
+"""``rebuild --accept-contents``: write a damaged shard again with its present contents, and mark this in its header.
 
-Checksums tell that a file was changed, and not how it was. Where no copy is left, the user may take what is there. The
-shard is then written again under checksums of its present contents, if these keep every rule of packs and columns. The
-entry ``accepted`` of its JSON block lists the files that had been changed, with the checksums that they should have.
+Checksums show that a file was changed, but not how. If no copy is left, the user may accept the present contents. The
+shard is then written again with new checksums, if its contents keep every rule of packs and columns. The entry
+``accepted`` of its JSON block lists the changed files, with the checksums that they should have.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Watch
 
 ACCEPTED = "accepted"
-# The work of writing a shard again, in build.json. If it is interrupted, the same command begins again.
+# The name of this work in build.json. After an interruption, the same command starts over.
 ACCEPT = "accept"
-# Checksums of contents, and counts of contents.
+# Rules about checksums of contents, and about counts of contents.
 _CHECKSUMS, _COUNTS = ("F3", "C7"), ("H9",)
 
 
 def accepted_findings(report: Report) -> dict[str, Finding]:
-    """The files whose contents do not have their checksums, by path.
+    """Return the files whose contents do not match their checksums, by path.
 
-    FormatError: a full verification found something else too, which no new checksum makes good.
+    FormatError: a full verification found another error, which new checksums cannot fix.
     """
     paths = ShardPaths.of(report.prefix)
-    # The offsets in .seq.idx say where packs are: without them, there is no content to accept.
+    # The offsets in .seq.idx give the positions of packs. Without them there is no content to accept.
     of_contents = [each for each in report.findings if each.rule in _CHECKSUMS and each.path != paths.seq_idx]
     wrong = {finding.path: finding for finding in of_contents}
     ignored = {*of_contents, *(finding for finding in report.findings if finding.rule in _COUNTS)}
@@ -51,21 +51,21 @@ def accepted_findings(report: Report) -> dict[str, Finding]:
 
 
 def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Finding], watch: Watch) -> Header:
-    """Write the shard at ``paths`` again, in its place, with its contents as they are; ``wrong`` are the changed files.
+    """Write the shard at ``paths`` again in its place, with its present contents; ``wrong`` are the changed files.
 
-    The old shard stays until the new one is whole. Returns the new header.
+    The old shard stays until the new one is complete. Returns the new header.
 
     Raises:
-        FormatError: another writer is at work, or a file has changed since it was verified.
+        FormatError: another writer is active, or a file has changed since it was verified.
         SequenceError: the contents break a rule of packs or columns.
-        OSError: of the disk.
+        OSError: an error of the disk.
     """
     shard = Shard(paths.prefix, backend="pread")
     columns = dict(shard.columns)
     metadata: dict[str, Any] = {
         key: value for key, value in header.metadata.items() if key not in (SPLIT, "columns", MEDIA_ENTRY)
     }
-    # Earlier entries stay: they name other damage to the same contents.
+    # Earlier entries stay: they describe other damage to the same contents.
     earlier = metadata.get(ACCEPTED)
     metadata[ACCEPTED] = [
         *(earlier if isinstance(earlier, list) else []),

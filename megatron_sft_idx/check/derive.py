@@ -1,7 +1,7 @@
-"""Both indexes of a shard, derived from its data where there is no good header of ``.seq.idx``.
+"""Derive both indexes of a shard from its data if there is no good header of ``.seq.idx``.
 
-Pack lengths come from ``.idx``, or else from masks. What no file tells is marked as unknown in the new header. If
-several shards could have given the same data, none is chosen.
+Pack lengths come from ``.idx``, or else from masks. Values that no file contains are marked as unknown in the new
+header. If several shards could have the same data, none is chosen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_sft_idx.shard.pack_log import PackChunk
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, header_of, write_idx, write_seq_idx
 from megatron_sft_idx.storage.local import digest_file
 
-# Fields of the header that no other file tells.
+# Fields of the header that no other file contains.
 _HEADER_ONLY = ("capacity", "pad_id", "sequence_multiple")
 
 
@@ -45,10 +45,10 @@ def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
     """Write both indexes from the data files, and from ``.idx`` if that is good.
 
     Returns:
-        How each file came back, by path, without an ``.idx`` that is right already; and the new header.
+        The method used to restore each file, by path (without an ``.idx`` that is already right); and the new header.
 
     Raises:
-        FormatError: the files that are left do not tell all that has to be known. Says what is missing.
+        FormatError: the remaining files do not contain everything needed. The message says what is missing.
     """
     paths, facts, watch = repair.paths, repair.facts, repair.watch
     if missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in repair.faults]:
@@ -92,9 +92,9 @@ def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
 
 
 def _media_beside(paths: ShardPaths) -> MediaChecksums | None:
-    """The checksums of the images and audio at a prefix, as ``.media.items`` has them; None if there are none.
+    """Return the checksums in ``.media.items`` of the images and audio at a prefix, or None if there are none.
 
-    FormatError: it is missing, damaged, or not known to be the shard's.
+    FormatError: the file is missing or damaged, or it is not certain that it belongs to the shard.
     """
     if (start := items_start(paths)) is not None:
         return MediaHeader.decode(start.raw, paths.media_items).checksums
@@ -109,7 +109,7 @@ def _media_beside(paths: ShardPaths) -> MediaChecksums | None:
 def _index_and_dtypes(
     repair: Repair, digests: Mapping[str, FileDigest]
 ) -> tuple[NDArray[np.int64] | None, tuple[np.dtype[Any], np.dtype[Any]], str]:
-    """Pack lengths by ``.idx``, None if it is missing or damaged; dtypes of tokens and masks; the fault of ``.idx``."""
+    """Return pack lengths from ``.idx`` (or None), the dtypes of tokens and masks, and the fault of ``.idx``."""
     paths, facts = repair.paths, repair.facts
     idx, token_dtype, fault = None, facts.token_dtype, ""
     if paths.idx in digests:
@@ -125,9 +125,10 @@ def _index_and_dtypes(
 def _dtypes_by_size(
     paths: ShardPaths, token_dtype: np.dtype[Any] | None, mask_dtype: np.dtype[Any] | None
 ) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The dtypes of ``.bin`` and ``.loss.bin`` by their sizes; FormatError where no pair fits, or more than one.
+    """Infer the dtypes of ``.bin`` and ``.loss.bin`` from their sizes. FormatError unless exactly one pair fits.
 
-    A token has 2 or 4 bytes and its mask 1 or 4, and the four ratios differ, so only empty files leave a choice.
+    A token has 2 or 4 bytes and its mask 1 or 4. The four ratios differ, so the choice is ambiguous only for empty
+    files.
     """
     tokens_nbytes, loss_nbytes = os.stat(paths.tokens).st_size, os.stat(paths.loss).st_size
     fitting = [
@@ -150,7 +151,7 @@ def _dtypes_by_size(
 
 
 def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: PackChunk) -> _native.PackWalk:
-    """Walk all packs for their counts. FormatError if they break a rule."""
+    """Walk all packs to get their counts. FormatError: they break a rule."""
     paths, facts = repair.paths, repair.facts
     num_tokens = os.stat(paths.tokens).st_size // dtypes[0].itemsize
     values = {
@@ -194,7 +195,7 @@ def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs
 
 
 def _what_is_known(header: Header, unknown: Sequence[str]) -> str:
-    """What the header says that the files do not tell, in words; ``unknown`` are names in ``_HEADER_ONLY``."""
+    """Describe which header values the files do not contain; ``unknown`` are names in ``_HEADER_ONLY``."""
     words = [
         f"capacity {header.capacity}" + (", the longest pack" if "capacity" in unknown else ""),
         f"sequence multiple {header.sequence_multiple}" + (", not known" if "sequence_multiple" in unknown else ""),

@@ -1,10 +1,11 @@
-"""The lengths of all packs, read from an index, even a damaged one, or inferred from the data.
+"""The lengths of all packs, read from an index (even a damaged one), or inferred from the data.
 
-No file is trusted: each source is checked from end to end before it gives lengths. Lengths and the starts of sequences
-are held in memory, eight bytes a pack and twelve a sequence.
+No file is trusted: each source is checked completely before its lengths are used. Lengths and the starts of sequences
+are held in memory, 8 bytes per pack and 12 per sequence.
 
-Lengths are inferred from the data (``infer_lengths``) if these allow one answer only: ``.seq.bin`` tells how many
-sequences there are, a sequence can end only where the mask is 0, and there are as many such places as sequences.
+Lengths are inferred from the data (``infer_lengths``) only if there is exactly one possible result. ``.seq.bin`` gives
+the number of sequences. A sequence can end only where the mask is 0. If there are as many such positions as sequences,
+they are the ends.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _CHUNK_TOKENS = 1 << 18
 
 
 def _read_items(path: str, dtype: str, offset: int, count: int, nbytes: int) -> NDArray[Any]:
-    """``count`` items from byte ``offset`` of a file of ``nbytes`` bytes."""
+    """Read ``count`` items from byte ``offset`` of a file of ``nbytes`` bytes."""
     return open_array(path, np.dtype(dtype), count, nbytes=nbytes, offset=offset, backend="pread")[:]
 
 
 def idx_lengths(path: str, tokens_nbytes: int) -> tuple[NDArray[np.int64], np.dtype[Any]]:
-    """The lengths of packs in tokens by a ``.idx``, of this package or Megatron, int64 [packs]; and the tokens' dtype.
+    """Return pack lengths in tokens from a ``.idx`` (ours or Megatron's), int64 [packs], and the token dtype.
 
     Raises:
         CorruptShardError: it is not the index of a ``.bin`` of ``tokens_nbytes`` bytes (rules I1, P1, F2).
@@ -51,7 +52,7 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[NDArray[np.int64], np.dt
         raise corrupt(17, f"dtype code {code}, expected 4 (int32) or 8 (uint16)")
     if raw[:17] != pack_idx_header(code, 0)[:17]:
         raise corrupt(0, f"begins with {raw[:17]!r}, which is not Megatron's index of version 1")
-    # Python's numbers do not overflow, so a damaged count near 2^63 is an error here like any other.
+    # Python integers do not overflow, so a damaged count near 2^63 is an error here like any other.
     if nbytes != (expected := IDX_HEADER_NBYTES + 12 * num_packs + 8 * documents):
         raise corrupt(18, f"{num_packs} packs and {documents} documents take {expected} bytes")
     _, base, _ = idx_places(num_packs)
@@ -70,7 +71,7 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[NDArray[np.int64], np.dt
 
 
 def offset_lengths(path: str, offset: int, num_packs: int) -> NDArray[np.int64]:
-    """The differences of the ``num_packs`` + 1 offsets from byte ``offset`` of a ``.seq.idx`` on, int64 [packs].
+    """Return the differences of the ``num_packs`` + 1 offsets from byte ``offset`` of a ``.seq.idx`` on, int64 [packs].
 
     Raises:
         CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
@@ -89,11 +90,11 @@ def offset_lengths(path: str, offset: int, num_packs: int) -> NDArray[np.int64]:
 
 
 def read_starts(path: str) -> NDArray[np.uint32]:
-    """A ``.seq.bin``, uint32 [sequences]. The first sequence of a pack starts at 0, no other one does.
+    """Read a ``.seq.bin``, uint32 [sequences]. The first sequence of a pack, and no other, starts at 0.
 
     Raises:
-        CorruptShardError: the size is no multiple of 4, the first start is not 0, or the starts of a pack do not ascend
-            (rules F2, P2, P3).
+        CorruptShardError: the size is not a multiple of 4, the first start is not 0, or the starts of a pack do not
+            ascend (rules F2, P2, P3).
     """
     nbytes = os.stat(path).st_size
     if nbytes % 4:
@@ -108,7 +109,7 @@ def read_starts(path: str) -> NDArray[np.uint32]:
 
 
 def first_sequences(starts: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """The numbers of the first sequences of all packs, and how many sequences there are, int64 [packs + 1]."""
+    """Return the number of the first sequence of each pack, then the number of sequences, int64 [packs + 1]."""
     return np.append(np.flatnonzero(starts == 0), len(starts))
 
 
@@ -119,17 +120,17 @@ def infer_lengths(
     eod_id: int | None,
     watch: Watch,
 ) -> NDArray[np.int64]:
-    """Lengths of packs from the data, int64 [packs], where a sequence can end at as many tokens as there are sequences.
+    """Infer pack lengths, int64 [packs], if exactly as many tokens can end a sequence as there are sequences.
 
     Args:
-        paths: of the shard, whose tokens and masks must be there.
-        starts: of all packs, as of ``read_starts``.
-        dtypes: of tokens and masks.
-        eod_id: the id that every sequence ends with; None if it is not known.
-        watch: shows the progress of reading.
+        paths: paths of the shard; its tokens and masks must exist.
+        starts: starts of all packs, from ``read_starts``.
+        dtypes: dtypes of tokens and masks.
+        eod_id: the id at the end of every sequence; None if it is not known.
+        watch: reports the progress of reading.
 
     Raises:
-        FormatError: sequences could end at other places too, or the starts do not follow from the ends.
+        FormatError: sequences could also end elsewhere, or the starts contradict the ends.
     """
     nbytes = os.stat(paths.tokens).st_size
     num_tokens = nbytes // dtypes[0].itemsize
@@ -145,10 +146,10 @@ def infer_lengths(
                 may_end &= tokens[chunk] == eod_id
             ends = first + 1 + np.flatnonzero(may_end)
             num_ends += len(ends)
-            if num_ends <= len(starts):  # else they are only counted
+            if num_ends <= len(starts):  # otherwise they are only counted
                 found.append(ends)
             advance(len(may_end))
-    begins = np.concatenate(found)  # of all sequences, and the end of the last one
+    begins = np.concatenate(found)  # of all sequences, then the end of the last one
     is_certain = num_ends == len(starts) and begins[-1] == num_tokens
     if is_certain:
         pack_begins = begins[first_sequences(starts)]

@@ -17,20 +17,20 @@ from megatron_sft_idx.layout.files import MEDIA_SUFFIXES, MediaChecksums
 from megatron_sft_idx.layout.media_layout import ARRAYS, HASH_NBYTES, MEDIA, FirstUse, Items, MediaHeader, broken_items
 from megatron_sft_idx.packs.run import WINDOW_TOKENS, count_fitting
 
-# Packs, items or blobs whose entries are held at once.
+# Maximum number of packs, items or blobs whose entries are in memory at once.
 _CHUNK = 1 << 15
 _RESTORE = "restore it from a copy: images and audio cannot be made again from tokens"
 _DTYPES = {each.name: each.dtype for each in ARRAYS}
 
 
 class _MediaFile:
-    """``.media.items`` with a header that keeps its rules: its arrays by name, as far as the file has them."""
+    """``.media.items`` with a valid header: its arrays by name, as far as the file contains them."""
 
     def __init__(self, file: CheckedFile, header: MediaHeader, findings: Findings) -> None:
         self.file, self.header, self._findings, self._places = file, header, findings, header.places()
 
     def array(self, name: str, first: int, count: int) -> NDArray[Any]:
-        """``count`` entries of an array from ``first`` on, fewer if there are not so many."""
+        """Return ``count`` entries of an array from ``first`` on, or fewer if the file ends before."""
         begin, entries = self._places[name]
         dtype = _DTYPES[name]
         return self.file.array(dtype, begin + first * dtype.itemsize, max(0, min(count, entries - first)))
@@ -41,9 +41,9 @@ class _MediaFile:
         self._findings.add(rule, self.file.path, offset, found, expected, pack=pack, remedy=_RESTORE)
 
     def check_ends(self) -> None:
-        """Both ends of the two arrays of offsets (M5, M10), and the zeros between arrays (M4)."""
+        """Check both ends of the two offset arrays (M5, M10), and the zeros between arrays (M4)."""
         for rule, name, at, expected in self.header.offset_ends():
-            for found in self.array(name, at, 1).tolist():  # none, if the file ends before it
+            for found in self.array(name, at, 1).tolist():  # no entry if the file ends before it
                 if found != expected:
                     self.add(rule, name, at, f"{found} as entry {at} of {name}", expected)
         end = self.header.header_nbytes
@@ -53,11 +53,11 @@ class _MediaFile:
             end = begin + entries * _DTYPES[name].itemsize
 
     def ascending(self, rule: str, name: str, total: int, least: int) -> bool:
-        """Whether an array of offsets ascends, by at least ``least`` (M5, M10); the first place where not is added."""
+        """Return whether an offset array ascends by at least ``least`` (M5, M10). Add the first violation."""
         entries = self._places[name][1]
         for first in range(0, entries - 1, _CHUNK):
             offsets = self.array(name, first, _CHUNK + 1)
-            outside = (offsets < 0) | (offsets > total)  # a difference of such ones may overflow
+            outside = (offsets < 0) | (offsets > total)  # their differences could overflow
             wrong = (np.diff(offsets) < least) | outside[1:] | outside[:-1]
             if wrong.any():
                 at = int(np.argmax(wrong))
@@ -77,16 +77,16 @@ def check_media(
     meter: Meter | None,
     stack: ExitStack,
 ) -> None:
-    """Hold the two files of images and audio of a shard to their rules, with a ``meter`` all of their bytes.
+    """Check the two files of images and audio of a shard against their rules; with a ``meter``, read all bytes.
 
     Args:
-        paths: of the shard.
-        files: those of its five files that are there, by suffix.
-        claims: what its header says.
+        paths: paths of the shard.
+        files: the existing ones of its five files, by suffix.
+        claims: the claims of its header.
         listed: the checksums in its JSON block.
-        unpublished: for files that are to be put at some of the paths, by path: where they are now.
-        findings: where broken rules are added.
-        meter: counts the bytes that are read; None to look only at headers, sizes and ends.
+        unpublished: current paths of files that are not published yet, by their final paths.
+        findings: broken rules are added to it.
+        meter: counts the bytes that are read; None to check only headers, sizes and ends.
         stack: closes the files.
     """
     opened: dict[str, CheckedFile] = {}
@@ -94,7 +94,7 @@ def check_media(
         path = paths.prefix + suffix
         try:
             file = opened[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
-            file.path = path  # which findings name
+            file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             findings.add("M1", path, 0, "no such file", "the images and audio that .seq.idx lists", remedy=_RESTORE)
     if meter is not None and (data := opened.get(".media.data")) is not None:
@@ -117,7 +117,7 @@ def _check_items_file(
     meter: Meter | None,
     stream: Stream | None,
 ) -> None:
-    """Hold ``.media.items`` to the rules, and with a ``stream`` of ``.media.data`` each encoded file to its hash."""
+    """Check ``.media.items`` against the rules; with a ``stream`` of ``.media.data``, also each file's hash."""
     file, data = opened[".media.items"], opened.get(".media.data")
     raw = file.read(0, MEDIA.fixed_nbytes)
     raw += file.read(len(raw), MEDIA.stated_nbytes(raw) - len(raw))
@@ -149,7 +149,7 @@ def _check_items_file(
 
 
 def _check_belongs(media: _MediaFile, claims: HeaderClaims, listed: MediaChecksums, findings: Findings) -> None:
-    """Whether the header is of this shard: its checksums (M1), the shard id and the number of packs (M4)."""
+    """Check that the header belongs to this shard: checksums (M1), shard id and number of packs (M4)."""
     header, path = media.header, media.file.path
     for field, found, expected in zip(("data_checksum", "arrays_checksum"), header.checksums, listed, strict=True):
         if found != expected:
@@ -168,9 +168,9 @@ def _check_belongs(media: _MediaFile, claims: HeaderClaims, listed: MediaChecksu
 def _windows(
     files: Mapping[str, CheckedFile], claims: HeaderClaims
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[Any] | None]]:
-    """Packs in bounded runs: the first one, bounds of packs and of sequences in tokens of the run, and their mask.
+    """Yield packs in bounded runs: first pack, bounds of packs and of sequences in tokens of the run, and mask.
 
-    Ends at the first pack whose offsets or starts are damaged, which other rules find.
+    Stops at the first pack with damaged offsets or starts, which other rules report.
     """
     seq_idx, starts, loss = (files.get(suffix) for suffix in (".seq.idx", ".seq.bin", ".loss.bin"))
     first = 0
@@ -201,12 +201,12 @@ def _windows(
 
 
 def _check_items(media: _MediaFile, files: Mapping[str, CheckedFile], claims: HeaderClaims) -> None:
-    """Hold all items to the packs that they are in (M6 to M9, M12)."""
+    """Check all items against the packs that contain them (M6 to M9, M12)."""
     order, num_checked = FirstUse(), 0
     for first, pack_bounds, bounds, mask in _windows(files, claims):
         offsets = media.array("item_offsets", first, len(pack_bounds))
         if len(offsets) < len(pack_bounds):
-            return  # the file ends early, which is a finding about its size
+            return  # the file ends early, which is reported as a wrong size
         begin, end = int(offsets[0]), int(offsets[-1])
         items = Items(*(media.array(name, begin, end - begin) for name in ("starts", "lengths", "kinds", "blobs")))
         if len(items.blobs) < end - begin:
@@ -226,7 +226,7 @@ def _check_items(media: _MediaFile, files: Mapping[str, CheckedFile], claims: He
 
 
 def _check_blobs(media: _MediaFile, stream: Stream, findings: Findings) -> None:
-    """Hold every blob to its hash (M11)."""
+    """Check every blob against its hash (M11)."""
     for first in range(0, media.header.num_blobs, _CHUNK):
         sizes = np.diff(media.array("blob_offsets", first, _CHUNK + 1)).tolist()
         hashes = media.array("blob_hashes", first, _CHUNK)
@@ -240,7 +240,7 @@ def _check_blobs(media: _MediaFile, stream: Stream, findings: Findings) -> None:
 
 
 def _check_distinct(media: _MediaFile) -> None:
-    """No two blobs may be equal (M11): each is stored once."""
+    """Check that no two blobs are equal (M11): each is stored once."""
     hashes = media.array("blob_hashes", 0, media.header.num_blobs)
     order = np.argsort(hashes.view("S16") if len(hashes) else hashes, kind="stable")
     twice = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])

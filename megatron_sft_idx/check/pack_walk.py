@@ -1,7 +1,7 @@
-"""Reading a shard's files once, in order and in bounded memory, and walking over all packs that they hold.
+"""Read a shard's files once, in order and in bounded memory, and walk all their packs.
 
-Files are read into buffers, from a disk or an object store, and never mapped: a map would kill the process if its file
-shrinks, and the pages of a map look like memory that grows with the shard.
+Files are read into buffers, from a disk or an object store, and never mapped. A map would kill the process if the file
+shrinks, and the pages of a map look like memory use that grows with the shard.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteStore, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
 
-# Packs whose offsets are held at once.
+# Maximum number of packs whose offsets are in memory at once.
 RUN_PACKS = 1 << 15
-# What is hashed and checked at once: small enough to stay in the processor's cache in between.
+# Size of the chunks that are hashed and checked: small enough to stay in the CPU cache in between.
 _CHUNK_NBYTES = 1 << 20
 _CHUNK_SEQUENCES = 1 << 15
-# What one request fetches of an object that is read in order. The next few requests are under way meanwhile.
+# Size of one request for an object that is read in order. The next few requests run in parallel.
 _FETCH_NBYTES = 4 << 20
 
 
@@ -43,27 +43,27 @@ class Meter:
         self._advance, self._stopped, self._lock = advance, False, Lock()
 
     def add(self, nbytes: int) -> None:
-        """Count ``nbytes`` more. CancelledError after ``stop``: the thread must read no more."""
+        """Count ``nbytes`` more. CancelledError after ``stop``: the thread must stop reading."""
         with self._lock:
             if self._stopped:
                 raise CancelledError
             self._advance(nbytes)
 
     def stop(self) -> None:
-        """Let the next ``add`` of every thread raise."""
+        """Make the next ``add`` of every thread raise an error."""
         self._stopped = True
 
 
 class CheckedFile:
-    """A file of a shard, or an object of one, that is open for reading.
+    """A file of a shard on a disk or in an object store, open for reading.
 
     Attributes:
         path: path or URL.
         nbytes: its size when it was opened.
-        close: closes it.
+        close: function that closes it.
 
     Raises:
-        FileNotFoundError: nothing is at the path, or no regular file.
+        FileNotFoundError: the path does not exist, or is not a regular file.
     """
 
     def __init__(self, path: str) -> None:
@@ -90,7 +90,7 @@ class CheckedFile:
             raise FileNotFoundError(0, "not a regular file", path)
 
     def read_into(self, out: NDArray[Any], offset: int) -> int:
-        """Fill an array from byte ``offset`` of the file on; return the number of whole items that the file has."""
+        """Fill an array from byte ``offset`` of the file on. Return the number of complete items read."""
         view = as_bytes(out)
         num_read = 0
         if self._object:
@@ -104,39 +104,39 @@ class CheckedFile:
         return num_read // out.itemsize
 
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
-        """Up to ``count`` items from byte ``offset`` on, fewer if the file ends before."""
-        # A damaged header may ask for more items than the file has, or for some before its beginning.
+        """Return up to ``count`` items from byte ``offset`` on, or fewer if the file ends before."""
+        # A damaged header may ask for more items than the file has, or for items before its beginning.
         count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
         out = np.empty(count, dtype)
         return out[: self.read_into(out, offset)]
 
     def fetched(self, offset: int) -> Iterator[bytes | memoryview] | None:
-        """The bytes of an object from byte ``offset`` on, while the next ones are being fetched; None for a file."""
+        """Yield the bytes of an object from byte ``offset`` on, with read-ahead; None for a file."""
         return self._object and read_ahead(*self._object, offset=offset, range_nbytes=_FETCH_NBYTES)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes from byte ``offset`` on, fewer if the file ends before."""
+        """Return up to ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before."""
         return self.array(np.uint8, offset, nbytes).tobytes()
 
 
 class Stream:
-    """A file read once, in order, from byte ``begin`` on; each chunk is hashed before it is handed out.
+    """A file that is read once, in order, from byte ``begin`` on. Each chunk is hashed before it is returned.
 
-    ``position`` is one past the last byte that was handed out. ``meter`` counts all bytes.
+    ``position`` is the end of the bytes returned so far. ``meter`` counts all bytes.
     """
 
     def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
         self.file, self.begin, self.position, self._meter = file, begin, begin, meter
         self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
         self._hash = StreamHash()
-        # Of an object: the blocks that are being fetched, and what is left of the one that came last.
+        # For an object: the blocks being fetched, and the rest of the most recent one.
         self._fetched = file.fetched(begin)
         self._block = memoryview(b"")
 
     def chunks(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
-        """The next ``count`` items, or all that follow, fewer if the file ends before.
+        """Yield the next ``count`` items, or all remaining ones; fewer if the file ends before.
 
-        All chunks are in one buffer: each is overwritten when the next one is asked for.
+        All chunks share one buffer, so each is overwritten when the next one is requested.
         """
         dtype = np.dtype(dtype)
         buffer = self._buffer[: len(self._buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -147,7 +147,7 @@ class Stream:
             remaining -= len(chunk)
 
     def take(self, dtype: Any, count: int) -> NDArray[Any]:
-        """The next ``count`` items in an array of their own, fewer if the file ends before."""
+        """Return the next ``count`` items in a new array, or fewer if the file ends before."""
         remaining = max((self.file.nbytes - self.position) // np.dtype(dtype).itemsize, 0)
         return self._fill(np.empty(max(min(count, remaining), 0), dtype))
 
@@ -160,7 +160,7 @@ class Stream:
         return out
 
     def _take_fetched(self, out: NDArray[Any]) -> int:
-        """Fill an array from the blocks of an object; return the number of whole items that these have."""
+        """Fill an array from the blocks of an object. Return the number of complete items read."""
         assert self._fetched is not None
         view, num_taken = as_bytes(out), 0
         while num_taken < len(view):
@@ -175,7 +175,7 @@ class Stream:
         return num_taken // out.itemsize
 
     def finish(self) -> bytes:
-        """Read what follows, and return the xxh3_128 of all bytes from ``begin`` to the end, as headers store it."""
+        """Read the rest, and return the xxh3_128 of all bytes from ``begin`` to the end, in the form of headers."""
         for _ in self.chunks(np.uint8):
             pass
         return self._hash.checksum()
@@ -185,9 +185,9 @@ class Stream:
 
 
 class OffsetRun(NamedTuple):
-    """A run of ``packs`` packs by their offsets: int64 [packs + 1] of each kind, or one more where packs follow.
+    """Offsets of a run of ``packs`` packs: int64 [packs + 1] of each kind, or one more if packs follow.
 
-    The one more is the end of the next pack; it tells which of two neighbours has the wrong offset between them.
+    The additional one is the end of the next pack. It shows which of two neighbours has the wrong offset between them.
     """
 
     token_offsets: NDArray[np.int64]
@@ -198,10 +198,11 @@ class OffsetRun(NamedTuple):
 def walk_packs(
     walk: _native.PackWalk, runs: Iterable[OffsetRun], starts: Stream | None, masks: Stream | None, mask_dtype: Any
 ) -> None:
-    """Hold all packs, given in order, to rules O1, O2 and P1 to P7; ``walk`` keeps the breaches.
+    """Check all packs, given in order, against rules O1, O2 and P1 to P7; ``walk`` collects the violations.
 
-    ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings. Only lengths of packs are checked
-    without ``starts``, and no masks without ``masks``.
+    ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings. Without ``starts``, only the
+    lengths
+    of packs are checked. Without ``masks``, masks are not checked.
     """
     itemsize = np.dtype(mask_dtype).itemsize
     for run in runs:
@@ -209,9 +210,9 @@ def walk_packs(
         while starts and (num_starts := walk.wanted_sequences - walk.next_sequence) > 0:
             chunk = starts.take("<u4", min(num_starts, _CHUNK_SEQUENCES))
             if not len(chunk):
-                break  # the file ends early, which is a finding about its size
+                break  # the file ends early, which is reported as a wrong size
             walk.starts(chunk)
-            if masks:  # of the tokens whose sequences these starts end
+            if masks:  # for the tokens of the sequences that these starts end
                 for mask in masks.chunks(mask_dtype, walk.known - masks.position // itemsize):
                     walk.mask(mask)
     for mask in masks.chunks(mask_dtype) if masks else ():

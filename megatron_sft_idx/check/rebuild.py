@@ -1,9 +1,9 @@
-"""``rebuild`` makes a shard whole again from what is left of it.
+"""``rebuild`` makes a damaged shard complete again from its remaining files.
 
-Indexes come back from each other, from the data, or from what a killed build left. Columns cannot be derived and are
-left as they are. This module finds what is wrong and reports what was done; ``restore`` brings files back under a good
-header, ``derive`` makes both indexes where there is none. New files are written beside the old ones, and take their
-places only when they are complete and synced.
+Indexes are restored from each other, from the data, or from the remains of a killed build. Columns cannot be derived
+and stay unchanged. This module finds the damage and reports the result. ``restore`` restores files under a good header;
+``derive`` makes both indexes if there is no good header. New files are written next to the old ones, and replace them
+only when they are complete and synced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_sft_idx.storage.building_files import lost_files
 from megatron_sft_idx.storage.local import digest_file
 from megatron_sft_idx.storage.progress import Watch, unwatched
 
-# Work that writes some files of a shard.
+# Kinds of work that write only some files of a shard.
 _PARTLY = ("rebuild", "column", "removal")
 
 
@@ -51,12 +51,12 @@ class FileState:
     """What a rebuild found and did about one of the five files, or a column.
 
     Attributes:
-        path: of the file.
-        state: ``good`` and left alone; ``rebuilt``; ``lost``, since it cannot be derived from what is left, or would
-            have readers open what is damaged; or ``uncertain``: a column of other data than is here, where nothing
-            tells whether it is the column or the data that has changed.
-        fault: what was wrong; empty for a good file.
-        remedy: of a rebuilt file how it came back, else what the user can do.
+        path: path of the file.
+        state: ``good``: left unchanged. ``rebuilt``. ``lost``: cannot be derived from the remaining files, or would
+            make readers open damaged data. ``uncertain``: a column for other data than the present data, where it is
+            unknown whether the column or the data changed.
+        fault: the damage; empty for a good file.
+        remedy: for a rebuilt file how it was restored, otherwise what the user can do.
     """
 
     path: str
@@ -70,12 +70,12 @@ class Rebuilt:
     """The report of a rebuild.
 
     Attributes:
-        prefix: of the shard.
-        files: the five, in the order of publication, then the columns.
-        kept: the names under which replaced files still are.
-        note: what else the user should know.
-        dry_run: nothing was written; the state ``rebuilt`` then means that the file would be.
-        compared: whether the contents were held to checksums from before the damage, not only to the rules.
+        prefix: prefix of the shard.
+        files: the five files in the order of publication, then the columns.
+        kept: the new names of files that were replaced.
+        note: further information for the user.
+        dry_run: nothing was written; the state ``rebuilt`` then means that the file would be rebuilt.
+        compared: whether the contents were compared with checksums from before the damage, not only with the rules.
     """
 
     prefix: str
@@ -87,12 +87,12 @@ class Rebuilt:
 
     @property
     def whole(self) -> bool:
-        """Whether a complete shard that keeps every rule is at the prefix, or would be, with all its columns."""
+        """Whether the prefix has (or would have) a complete shard that keeps every rule, with all its columns."""
         return not any(file.state in ("lost", "uncertain") for file in self.files)
 
     @property
     def opens(self) -> bool:
-        """Whether the five files are whole, or would be."""
+        """Whether the five files are complete, or would be."""
         return not any(file.state == "lost" and column_of(file.path) is None for file in self.files)
 
     @property
@@ -102,7 +102,7 @@ class Rebuilt:
 
     @property
     def uncertain(self) -> bool:
-        """Whether data or columns have changed, and nothing tells which."""
+        """Whether data or columns have changed, and it is unknown which."""
         return any(file.state == "uncertain" for file in self.files)
 
 
@@ -115,38 +115,38 @@ def rebuild(
     dry_run: bool = False,
     watch: Watch = unwatched,
 ) -> Rebuilt:
-    """Bring back what can be derived of a shard whose files are damaged or missing.
+    """Restore everything that can be derived of a shard with damaged or missing files.
 
-    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. It takes
-    up to 100 bytes of memory a pack; where both indexes are lost, some 30 a sequence too.
+    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. Memory use
+    is up to 100 bytes per pack, and about 30 more per sequence if both indexes are lost.
 
-    - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all; and none that would
-      have readers open a shard of which another file is damaged.
-    - Without one, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several shards could
-      have given the same data, none is chosen: that is an error. Columns name the data that they were written for, and
-      if that is other data than is here, it is an error too.
-    - Where a killed build left packs in ``X.building``, these become the shard.
-    - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists none, so those
-      at the prefix count as attached from then on.
+    - With a good header of ``.seq.idx``, every other file is restored exactly or not at all. Nothing is restored that
+      would make readers open a shard with another damaged file.
+    - Without a good header, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several
+      shards could have the same data, that is an error. Columns record the data that they were written for. It is an
+      error, too, if that is not the present data.
+    - If a killed build left packs in ``X.building``, these become the shard.
+    - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists no columns, so
+      columns at the prefix count as attached from then on.
 
     Args:
         prefix: the path that the five files share.
-        facts: what the user knows of the shard and the files do not say any more.
-        overwrite: let the packs of a killed build replace the shard that is at the prefix; and begin a rebuild anew
-            that was killed among its renames and has lost a file since.
-        accept_contents: if tokens, masks, starts or columns do not have their checksums, and nothing brings them back,
-            write the shard again with what is there. Its header then lists these files under ``accepted``.
-        dry_run: only find out what would happen.
-        watch: shows the progress of each stage.
+        facts: facts about the shard that the user knows and the files no longer contain.
+        overwrite: let the packs of a killed build replace the shard at the prefix. Also restart a rebuild that was
+            killed during its renames and has lost a file since.
+        accept_contents: if tokens, masks, starts or columns do not match their checksums and cannot be restored, write
+            the shard again with the present contents. Its header then lists these files under ``accepted``.
+        dry_run: only determine what would happen.
+        watch: reports the progress of each stage.
 
     Raises:
-        ShardNotFoundError: nothing of a shard is at the prefix.
-        FormatError: the files that are left do not tell enough, and the message says what is missing; or they do not
-            belong together. Or another writer is at work, or was killed while it removed the shard, or a dry run finds
-            a rebuild that was killed among its renames. Or every file is what its writer wrote, and breaks a rule all
-            the same; or those of a build that was complete have changed since.
-        UnsupportedVersionError: the ``.seq.idx`` is of a later version, which may be good.
-        OSError: of the disk.
+        ShardNotFoundError: the prefix has no file of a shard.
+        FormatError: the remaining files are not sufficient (the message says what is missing) or are inconsistent;
+            another writer is active, or was killed while it removed the shard; a dry run finds a rebuild that was
+            killed during its renames; every file is as its writer wrote it, and still breaks a rule; or files of a
+            build that was complete have changed since.
+        UnsupportedVersionError: the ``.seq.idx`` has a later version, and may be good.
+        OSError: an error of the disk.
     """
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
@@ -169,21 +169,21 @@ def rebuild(
     facts = facts or GivenFacts()
     if dry_run:
         return _rebuild_files(paths, facts, watch, None)
-    # Packs that were noted may all be lost, and then there is nothing to keep.
+    # All packs in the log may be lost. Then there is nothing to keep.
     has_nothing = remains is not None and not remains.num_parts
     with taken(paths.prefix, overwrite=begins_anew or has_nothing) as building:
         return _rebuild_files(paths, facts, watch, building)
 
 
 def _lost_a_file(paths: ShardPaths) -> bool:
-    """Whether a rebuild was interrupted among its renames, and a file that it had made is gone since."""
+    """Return whether a rebuild was interrupted during its renames, and one of its new files has disappeared since."""
     with contextlib.suppress(FileNotFoundError), Building.take(paths.prefix, create=False, shared=True) as building:
         return building.is_whole and building.holds({"work": "rebuild"}) and bool(lost_files(paths.prefix))
     return False
 
 
 def _finish_job(paths: ShardPaths, remains: Remains, dry_run: bool) -> Rebuilt:
-    """Let the outputs of a job appear that was killed when all of them were whole."""
+    """Publish the outputs of a job that was killed after all of them were complete."""
     if not dry_run:
         finish_interrupted(paths)
     note = f"{len(remains.outputs)} outputs of a {remains.work} that was complete but for renames"
@@ -191,7 +191,7 @@ def _finish_job(paths: ShardPaths, remains: Remains, dry_run: bool) -> Rebuilt:
 
 
 def _refuse_remains(paths: ShardPaths, remains: Remains, *, dry_run: bool) -> None:
-    """FormatError if what a killed writer left is to be finished by another command, or is half renamed."""
+    """Raise FormatError if another command must finish the remains of a killed writer, or they are half renamed."""
     remedy = None
     if remains.work == "copy":
         remedy = "run the same copy again"
@@ -207,11 +207,11 @@ def _refuse_remains(paths: ShardPaths, remains: Remains, *, dry_run: bool) -> No
 
 
 def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building: Building | None) -> Rebuilt:
-    """``rebuild`` where no killed build is in the way; ``building`` is taken, None for a dry run."""
+    """Rebuild a shard without remains of a killed build; ``building`` is taken, or None for a dry run."""
     dry_run = building is None
     header, error = _read_header(paths)
     if header is None or paths.missing():
-        _refuse_links(paths)  # before every byte is read, which may take hours
+        _refuse_links(paths)  # before reading every byte, which may take hours
     faults, report = _faults(paths, header, error, watch)
     if header is not None and not faults:
         good = Rebuilt(paths.prefix, _states(paths, header, {}, {}, _by_path(report)), dry_run=dry_run)
@@ -232,7 +232,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building:
             for path in how_restored if withheld else ():
                 repair.reject(path)
         if not dry_run and faults.keys() <= how_restored.keys():
-            # Before the files appear, because readers open a shard that breaks a rule.
+            # Before the files are published, because readers would open a shard that breaks a rule.
             report = _verified(paths, watch, "verifying", repair.unpublished)
             broken = _by_path(report)
             if header is None:
@@ -245,7 +245,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building:
 
 
 def _accept(paths: ShardPaths, restored: Rebuilt, dry_run: bool, watch: Watch) -> Rebuilt:
-    """Accept the contents of a shard of which a rebuild could not bring back everything."""
+    """Accept the contents of a shard that could not be restored completely."""
     header = read_header(paths)
     wrong = accepted_findings(_verified(paths, watch, "reading"))
     if not dry_run:
@@ -259,11 +259,11 @@ def _accept(paths: ShardPaths, restored: Rebuilt, dry_run: bool, watch: Watch) -
     return Rebuilt(paths.prefix, tuple(states), restored.kept, note, dry_run, compared=False)
 
 
-# ---- what is wrong ----
+# ---- finding the damage ----
 
 
 def _read_header(paths: ShardPaths) -> tuple[Header | None, SFTIndexError | None]:
-    """The header of ``.seq.idx``, or else the error of decoding it; neither if the file is missing."""
+    """Return the header of ``.seq.idx``, or the error of decoding it; neither if the file is missing."""
     for path in paths.present():
         if not os.path.isfile(path):
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
@@ -278,7 +278,7 @@ def _read_header(paths: ShardPaths) -> tuple[Header | None, SFTIndexError | None
 
 
 def _refuse_links(paths: ShardPaths) -> None:
-    """FormatError if one of the five names is a link: what it leads to may be another shard's."""
+    """Raise FormatError if one of the five paths is a link: its target may belong to another shard."""
     for path in paths.all:
         inode_of(path)
 
@@ -286,13 +286,13 @@ def _refuse_links(paths: ShardPaths) -> None:
 def _faults(
     paths: ShardPaths, header: Header | None, error: SFTIndexError | None, watch: Watch
 ) -> tuple[dict[str, str], Report]:
-    """What is wrong with the five files, by path, and the report of their verification.
+    """Return the damage of the five files by path, and the report of their verification.
 
-    A path that is not in it is good, as far as the other files tell.
+    A path without an entry is good, as far as the other files show.
 
     Raises:
-        FormatError: every file but perhaps ``.idx`` is what a good header says, and breaks a rule all the same. A new
-            ``.idx`` would let readers open it.
+        FormatError: every file, except perhaps ``.idx``, matches a good header and still breaks a rule. A new ``.idx``
+            would let readers open it.
     """
     missing = {path: "missing (rule F1)" for path in paths.all if not os.path.lexists(path)}
     if header is None:
@@ -311,7 +311,7 @@ def _faults(
     if faults.keys() <= {paths.idx}:
         sound = [finding for finding in _of_five(report) if finding.path not in faults]
         why, remedy = _WRITTEN_SO
-        # Derived anew, indexes can be right only where the data is, and .idx has the lengths of the packs.
+        # Newly derived indexes are right only if the data is right, and .idx has the lengths of the packs.
         if not faults and {finding.path for finding in sound} <= {paths.idx, paths.seq_idx}:
             remedy = f"move {paths.seq_idx} away to have the indexes derived from the rest, or {remedy}"
         _require_none(report, sound, "every good file is as its header says", why, remedy)
@@ -319,7 +319,7 @@ def _faults(
 
 
 def _fault_of(error: SFTIndexError) -> str:
-    """What an error says is wrong, without the path and the remedy."""
+    """Return the damage described by an error, without path and remedy."""
     if isinstance(error, CorruptShardError):
         return f"byte {error.offset}: {error.detail.split(';')[0]} (rule {error.rule})"
     return str(error).split(": ", 1)[-1].split(";")[0]
@@ -332,21 +332,21 @@ def _verified(
     unpublished: Mapping[str, str] | None = None,
     beside: Collection[str] | None = None,
 ) -> Report:
-    """The report of a full verification; ``unpublished`` and ``beside`` as of ``verify_shard``."""
+    """Run a full verification and return its report. See ``verify_shard`` for ``unpublished`` and ``beside``."""
     files = {path: path for path in with_present_files(paths).present()} | dict(unpublished or {})
-    # Of images and audio there may be a link to nothing, which is a finding.
+    # A media file may be a link to nothing, which is a finding.
     with watch(stage, sum(os.stat(path).st_size for path in files.values() if os.path.exists(path))) as advance:
-        # So many that each column has one of each rule.
+        # Enough findings for each column to have one of each rule.
         most = max(10, len(files))
         return verify_shard(paths.prefix, full=True, most=most, unpublished=unpublished, beside=beside, advance=advance)
 
 
 def _by_path(report: Report) -> dict[str, Finding]:
-    """The first finding about each file."""
+    """Return the first finding about each file."""
     return {finding.path: finding for finding in reversed(report.findings)}
 
 
-# How rules can be broken all the same, and what to do.
+# Reasons why rules can be broken in intact files, and remedies.
 _WRITTEN_SO = "it was written so", "write it again"
 _CHANGED_MEANWHILE = (
     "every pack was checked as it was read",
@@ -356,13 +356,13 @@ _CHANGED_MEANWHILE = (
 
 
 def _of_five(report: Report) -> list[Finding]:
-    """The findings about the five files. Those about columns, images and audio are not."""
+    """Return the findings about the five files, without those about columns, images and audio."""
     five = ShardPaths(report.prefix).all
     return [finding for finding in report.findings if finding.path in five]
 
 
 def _require_none(report: Report, findings: Sequence[Finding], what: str, why: str, remedy: str) -> None:
-    """FormatError if there are such findings in a report, which ``what`` should exclude."""
+    """Raise FormatError if there are such findings in a report; ``what`` describes why there should be none."""
     if findings:
         first, places = findings[0], "1 place" if report.num_findings == 1 else f"{report.num_findings} places"
         raise FormatError(
@@ -377,7 +377,7 @@ _NOT_DERIVED = {
     ".bin": "tokens cannot be derived; restore it from a copy",
     ".loss.bin": "loss masks cannot be derived; restore it from a copy",
     ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
-    # Derived without its header, it would have lengths that the checksum in this header has just proven to be wrong.
+    # Without the header, it would be derived with lengths that this header's checksum has just shown to be wrong.
     ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, or"
     " try --eod-id, then run again",
 }
@@ -391,10 +391,10 @@ def _states(
     broken: Mapping[str, Finding],
     withheld: str = "",
 ) -> tuple[FileState, ...]:
-    """The states of the five files, and of the columns that are at the prefix or listed.
+    """Return the states of the five files, and of the columns that exist at the prefix or are listed.
 
-    ``broken`` are findings about columns, by path. Where ``withheld`` names damaged files, nothing was restored after
-    all.
+    ``broken`` are findings about columns, by path. If ``withheld`` names damaged files, nothing was restored in the
+    end.
     """
     states = []
     for path in paths.all:
@@ -426,11 +426,11 @@ def _states(
     return tuple(states)
 
 
-# ---- which file is believed ----
+# ---- deciding which file is right ----
 
 
 def _shards_beside(paths: ShardPaths) -> dict[str, bytes]:
-    """The shard ids in whole headers of columns and of ``.media.items`` at the prefix, by path."""
+    """Return the shard ids in intact headers of columns and of ``.media.items`` at the prefix, by path."""
     ids: dict[str, bytes] = {}
     for name in with_present_files(paths).columns:
         with contextlib.suppress(SFTIndexError):
@@ -443,16 +443,17 @@ def _shards_beside(paths: ShardPaths) -> dict[str, bytes]:
 
 
 def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, list[str]]:
-    """Hold a header that was derived from the data to what else tells what the data was.
+    """Compare a header that was derived from the data with other evidence of the original data.
 
-    That are the columns, as a shard id follows from the checksums of the four data files, and what is left of a damaged
-    ``.seq.idx``, which may have these checksums still.
+    The evidence is in the columns, because a shard id follows from the checksums of the four data files, and in a
+    damaged
+    ``.seq.idx``, which may still contain these checksums.
 
     Returns:
-        Whether one of them proves that the data is as it was, and what to say.
+        Whether one of them proves that the data is unchanged, and a note for the user.
 
     Raises:
-        FormatError: all columns are those of other data.
+        FormatError: all columns belong to other data.
     """
     start, values = read_start(paths.seq_idx, SEQ_IDX), {}
     if start is not None and len(start.raw) >= HEADER_FIXED_NBYTES:
@@ -479,9 +480,9 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
 
 
 def _damaged_and_readable(paths: ShardPaths, header: Header, damaged: Collection[str]) -> str:
-    """The names of the damaged files, if readers would open a shard that has them; else nothing.
+    """Return the names of the damaged files if readers would open a shard that has them, else "".
 
-    Readers compare sizes and no checksums: an index that is brought back would hide what is known to be damaged.
+    Readers compare sizes but not checksums, so a restored index would hide known damage.
     """
     sizes = header.sizes(paths)
     is_read = all(os.path.exists(path) and os.stat(path).st_size == sizes[path] for path in damaged)
@@ -489,7 +490,7 @@ def _damaged_and_readable(paths: ShardPaths, header: Header, damaged: Collection
 
 
 def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, str]) -> None:
-    """FormatError if it is not the data that is wrong but the ``.seq.idx``, which is another shard's, by a column."""
+    """Raise FormatError if a column shows that the ``.seq.idx`` is wrong, because it belongs to another shard."""
     is_damaged = faults.keys() & {paths.tokens, paths.loss, paths.starts}
     others = {path: each for path, each in _shards_beside(paths).items() if each != header.shard_id}
     if is_damaged and others and all(map(os.path.exists, paths.data)):
@@ -503,13 +504,13 @@ def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, 
             )
 
 
-# ---- what a killed build left ----
+# ---- remains of a killed build ----
 
 
 def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run: bool, watch: Watch) -> Rebuilt:
-    """Make a shard of a killed build's packs, which keeps every rule before it appears.
+    """Make a shard from the packs of a killed build. It is checked against every rule before it is published.
 
-    FormatError: there are no packs, or they were to replace a shard, or files have changed since they were complete.
+    FormatError: there are no packs, they were to replace a shard, or files have changed since they were complete.
     """
     is_complete, num_packs = remains.is_complete, remains.num_packs
     if not is_complete and remains.num_parts:
@@ -537,11 +538,11 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
             _require_none(report, report.findings, *_CHANGED_MEANWHILE)
         five = ShardPaths(paths.prefix).all
         broken.update(found.path for found in report.findings if found.rule == "F3" or found.path not in five)
-        if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header brings back indexes, and nothing else
+        if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header can restore only indexes
             what, why = "its folder says that all files are complete", "they were changed since"
             again = "run the same copy again" if remains.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
-            # Wrong checksums first, since the other findings may be their effects.
+            # Wrong checksums first, because the other findings may be consequences.
             findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7", "M13"))
             _require_none(report, findings, what, why, remedy)
 

@@ -1,6 +1,6 @@
-"""Bringing files of a shard back exactly, under a good header of ``.seq.idx``, which has their checksums.
+"""Restore files of a shard exactly, using a good header of ``.seq.idx``, which has their checksums.
 
-New files are written through ``Repair``, which publishes them together and keeps those that they replace.
+New files are written with ``Repair``, which publishes them together and keeps the files that they replace.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import identity
 
 _EXACT = "byte for byte"
-# Added to the name of a file that a new one replaces.
+# Suffix for a file that a new one replaces.
 _DAMAGED = ".damaged"
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenFacts:
-    """What the user says of a shard whose files do not say it any more; None for what the user does not know.
+    """Facts about a shard from the user that the files no longer contain; None if the user does not know a fact.
 
     Attributes:
-        token_dtype: of ``.bin``. Needed only if it is empty: else its size and that of ``.loss.bin`` tell both dtypes.
-        mask_dtype: of ``.loss.bin``, likewise.
-        capacity: most token positions a pack may hold; if None, the longest pack's.
+        token_dtype: dtype of ``.bin``. Needed only if it is empty; otherwise its size and that of ``.loss.bin``
+            determine both dtypes.
+        mask_dtype: dtype of ``.loss.bin``, likewise.
+        capacity: maximum number of token positions in a pack; if None, the length of the longest pack.
         sequence_multiple: packing counted each sequence as its length rounded up to this; if None, 1.
         pad_id: the tokenizer's padding id.
-        eod_id: the id that every sequence ends with. It is not checked, and what follows from a wrong one is wrong.
+        eod_id: the id at the end of every sequence. It is not checked; a wrong one gives wrong results.
 
     Raises:
-        FormatError: a value that no shard can have.
+        FormatError: a value is not possible in a shard.
     """
 
     token_dtype: np.dtype[Any] | None = None
@@ -72,19 +73,19 @@ class GivenFacts:
                 raise FormatError(f"{name} {value}: expected a whole number from {least} to {MAX_CAPACITY}")
 
 
-# ---- putting new files in their places ----
+# ---- replacing files ----
 
 
 class Repair:
-    """The new files of a damaged shard: published together by ``publish``, or removed by ``close``.
+    """The new files of a damaged shard, published together by ``publish`` or removed by ``close``.
 
-    Files that are replaced stay under another name, so a kill at any moment leaves all that a second rebuild needs.
+    Replaced files are kept under another name, so after a kill at any moment a second rebuild has all it needs.
 
     Args:
-        paths: of the shard.
-        faults: what is wrong with a file, by path; a path that is not in it is good.
-        facts: what the user says of the shard.
-        watch: shows progress.
+        paths: paths of the shard.
+        faults: the damage of each file by path; a path without an entry is good.
+        facts: facts from the user about the shard.
+        watch: reports progress.
         building: the folder of the prefix, which the caller has taken; None for a dry run, which writes nothing.
     """
 
@@ -103,31 +104,31 @@ class Repair:
             self._at_close.callback(self._publication.abandon)
 
     def create(self, path: str) -> OutputFile:
-        """Open a new, empty file, which ``publish`` will put at ``path`` unless it is rejected."""
-        if self._publication is None:  # what a dry run writes is only hashed
+        """Open a new, empty file. ``publish`` will move it to ``path`` unless it is rejected."""
+        if self._publication is None:  # output of a dry run is only hashed
             return self._at_close.enter_context(contextlib.closing(OutputFile(os.devnull, append=True)))
         self._accepted.add(path)
         return self._publication.open(path)
 
     def reject(self, path: str) -> None:
-        """Do not publish the new file for ``path``. Another one may be created; the rest is up to ``publish``."""
+        """Do not publish the new file for ``path``. Another one may be created. ``publish`` handles the rest."""
         self._accepted.discard(path)
 
     @property
     def unpublished(self) -> dict[str, str]:
-        """Where the new files are until ``publish``, by the paths that they are for."""
+        """Return the current paths of the new files until ``publish``, by their final paths."""
         paths = self.paths
         return {path: paths.unpublished.prefix + paths.suffix(path) for path in self._accepted}
 
     def publish(self) -> list[str]:
-        """Give every file that is replaced a second name, then put the new ones in their places (rule W2).
+        """Give every file that is replaced a second name, then move the new files to their paths (rule W2).
 
         Returns:
             The second names.
 
         Raises:
-            FormatError: something else has appeared at one of the places, or the file system has no hard links. If old
-                files are no longer at their places, the message says under which names they are.
+            FormatError: a new file has appeared at one of the paths, or the file system has no hard links. If old files
+                are no longer at their paths, the message gives their new names.
         """
         publication = self._publication
         if publication is None or not self._accepted:
@@ -143,7 +144,7 @@ class Repair:
             publication.finish()
         except (OSError, FormatError) as error:
             moved = {path: name for path, name in second_names.items() if identity(path) != identity(name)}
-            # Closed, the publication is complete but for renames. The next rebuild finishes it and must find all names.
+            # After closing, only renames are missing. The next rebuild finishes them and must find all names.
             if not publication.closed:
                 for path in second_names.keys() - moved.keys():
                     os.unlink(second_names[path])
@@ -155,9 +156,9 @@ class Repair:
 
 
 def _give_second_name(path: str) -> str:
-    """Link a file to another name, and return that name. What is under other names is left alone, links included.
+    """Link a file to another name and return that name. Files and links that have other names already stay unchanged.
 
-    A file that has such a name already, from a rebuild that was killed, gets no other one.
+    If a killed rebuild already gave the file such a name, it gets no further one.
     """
     number, name = 0, path + _DAMAGED
     while (there := identity(name)) is not None:
@@ -175,16 +176,16 @@ def _give_second_name(path: str) -> str:
     return name
 
 
-# ---- what the files are made from ----
+# ---- sources of the files ----
 
 
 def inferred_in_words(eod_id: int | None) -> str:
-    """What inferred lengths come from, in words."""
+    """Return the source of inferred lengths as text."""
     return "masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}"
 
 
 def joined_packs(paths: ShardPaths, lengths: NDArray[np.int64], starts: NDArray[np.uint32], origin: str) -> PackChunk:
-    """Packs by lengths from ``origin`` and by their starts. CorruptShardError if the numbers of packs differ."""
+    """Combine lengths from ``origin`` and starts into packs. CorruptShardError: the numbers of packs differ."""
     num_sequences = np.diff(first_sequences(starts))
     if len(lengths) != len(num_sequences):
         detail = (
@@ -195,17 +196,17 @@ def joined_packs(paths: ShardPaths, lengths: NDArray[np.int64], starts: NDArray[
     return PackChunk(lengths, num_sequences)
 
 
-# ---- under a good header ----
+# ---- with a good header ----
 
 
 def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
-    """Write each missing or damaged file for which the files that are left give the header's checksum.
+    """Write each missing or damaged file if the remaining files reproduce the header's checksum.
 
-    ``.seq.bin`` is zeros if every pack is one sequence, and cannot be derived otherwise. The arrays of ``.seq.idx``
-    come from ``.seq.bin`` and pack lengths, which several sources may have; ``.idx`` comes from ``.seq.idx``.
+    ``.seq.bin`` is zeros if every pack has one sequence, and cannot be derived otherwise. The arrays of ``.seq.idx``
+    come from ``.seq.bin`` and pack lengths, for which there may be several sources. ``.idx`` comes from ``.seq.idx``.
 
     Returns:
-        How each file came back, by path.
+        The method used to restore each file, by path.
     """
     paths, faults = repair.paths, repair.faults
     how_restored: dict[str, str] = {}
@@ -240,12 +241,12 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
 
 
 def _restore_arrays(repair: Repair, header: Header, starts: NDArray[np.uint32]) -> tuple[PackChunk | None, str]:
-    """Write ``.seq.idx`` anew, by the starts of all packs; return its packs, and where their lengths come from.
+    """Write a new ``.seq.idx`` from the starts of all packs. Return its packs and the source of their lengths.
 
-    The packs are None if no source of lengths gives the header's checksum.
+    The packs are None if no source of lengths reproduces the header's checksum.
     """
     paths, eod_id = repair.paths, repair.facts.eod_id
-    # The most likely source first. A damaged file may be tried too, because the checksum decides.
+    # The most likely source first. A damaged file can be tried too, because the checksum decides.
     sources: list[tuple[str, Callable[[], NDArray[np.int64]]]] = [
         (".idx", lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0]),
         (".seq.idx", lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs)),

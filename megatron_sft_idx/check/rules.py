@@ -1,9 +1,9 @@
-"""The rules of FORMAT.md as checks of files at rest, and the findings that say which file breaks which rule.
+"""The rules of FORMAT.md as checks of files, and the findings that say which file breaks which rule.
 
 ``check_header`` (H1 to H8), ``check_sizes`` (F2), ``check_array_ends`` (O1, O2, H5, I1) and ``check_pack_ends`` (I1,
-P2, P4, P6) read only headers and ends of arrays, which takes milliseconds for any size. ``add_breaches`` words what the
-kernel found in packs (O1, O2, P1 to P7), ``check_ids`` (P8, P9) reads every token, ``check_column`` (C1 to C10) one
-column. No check trusts what it reads, and none changes a file.
+P2, P4, P6) read only headers and the ends of arrays, which takes milliseconds for any size. ``add_breaches`` turns the
+kernel's results about packs (O1, O2, P1 to P7) into findings. ``check_ids`` (P8, P9) reads every token, and
+``check_column`` (C1 to C10) one column. No check trusts the data that it reads, and none changes a file.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _DOUBTED = (
 )
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
 
-# Rows of a column that are checked at once.
+# Number of rows of a column that are checked at once.
 _CHUNK_ROWS = 1 << 16
 
-# From a token's number to that of the pack that holds it; None where the token offsets are damaged.
+# Function from a token's number to that of its pack; returns None if the token offsets are damaged.
 PackOf = Callable[[int], int | None]
 
 
@@ -70,12 +70,12 @@ class Finding:
 
     Attributes:
         path: the file that breaks it.
-        offset: where in the file, in bytes.
+        offset: byte offset in the file.
         pack: number of the pack there; None if the rule is not about one pack, or the token offsets are damaged.
-        rule: its name in FORMAT.md.
-        found: what the file has.
-        expected: what the rule demands.
-        remedy: what to do about it.
+        rule: number of the rule in FORMAT.md.
+        found: the value in the file.
+        expected: the value that the rule requires.
+        remedy: what the user can do about it.
     """
 
     path: str
@@ -88,7 +88,7 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """Found, expected and the rule, without the file, the offset and the remedy."""
+        """Return found and expected values and the rule, without the file, the offset and the remedy."""
         pack = "" if self.pack is None else f"pack {self.pack}: "
         return f"{pack}found {self.found}, expected {self.expected} (rule {self.rule})"
 
@@ -100,13 +100,13 @@ class Findings:
     """Collects findings.
 
     Args:
-        prefix: the shard's, which remedies name.
-        most: findings kept of each rule.
+        prefix: prefix of the shard, for remedies.
+        most: maximum number of findings to keep per rule.
 
     Attributes:
         kept: the first ``most`` findings of each rule.
-        counts: how many findings there are of each rule, kept or not.
-        notes: what breaks no rule but should be said.
+        counts: number of findings per rule, kept or not.
+        notes: information for the user that breaks no rule.
     """
 
     def __init__(self, prefix: str, most: int) -> None:
@@ -127,7 +127,7 @@ class Findings:
         pack: int | None = None,
         remedy: str | None = None,
     ) -> None:
-        """Add a finding; without a ``remedy`` it gets the usual one for the file."""
+        """Add a finding. Without a ``remedy`` it gets the usual one for the file."""
         self.counts[rule] += 1
         if self.counts[rule] <= self.most:
             remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
@@ -135,11 +135,11 @@ class Findings:
 
     @staticmethod
     def remedy(path: str) -> str:
-        """The usual remedy for a damaged file: an index can be derived from other files, data cannot."""
+        """Return the usual remedy for a damaged file: an index can be derived from other files, data cannot."""
         return _INDEX if path.endswith(".idx") else _DATA
 
     def omitted(self) -> dict[str, int]:
-        """How many findings were counted and not kept, by rule."""
+        """Return how many findings were counted but not kept, by rule."""
         kept = Counter(finding.rule for finding in self.kept)
         return {rule: count - kept[rule] for rule, count in sorted(self.counts.items()) if count > kept[rule]}
 
@@ -148,23 +148,23 @@ class Findings:
 
 
 class HeaderClaims:
-    """What a header claims about its shard; any of it may be wrong.
+    """The contents of a header, which may be wrong.
 
-    Counts are limited to what the format allows, so that sums and products of a few of them fit 63 bits.
+    Counts are clipped to the limits of the format, so that sums and products of a few of them fit in 63 bits.
 
     Args:
-        values: the header's fixed fields by name, as they are stored.
-        sound: whether the header breaks no rule. What it claims is then what its writer wrote.
-        vocab_size: the tokenizer's, from the JSON block; None if that has none.
+        values: the header's fixed fields by name, as stored.
+        sound: whether the header breaks no rule. Its contents are then those that its writer wrote.
+        vocab_size: the tokenizer's, from the JSON block; None if the block has none.
         listed: checksums, in hex, of the columns that the shard was written with, by name.
         media: checksums of its images and audio; None if it has none.
 
     Attributes:
-        token_dtype: of ``.bin``; None if the code in the header means none.
-        mask_dtype: of ``.loss.bin``, likewise.
-        sequence_offsets: byte of ``.seq.idx`` where the sequence offsets begin.
-        token_offsets: byte of ``.seq.idx`` where the token offsets begin.
-        nbytes: sizes of the files that follow from the counts, by suffix; those with an unknown dtype are left out.
+        token_dtype: dtype of ``.bin``; None if the code in the header is invalid.
+        mask_dtype: dtype of ``.loss.bin``, likewise.
+        sequence_offsets: byte offset of the sequence offsets in ``.seq.idx``.
+        token_offsets: byte offset of the token offsets in ``.seq.idx``.
+        nbytes: sizes of the files that follow from the counts, by suffix, without files of unknown dtype.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class HeaderClaims:
         self.nbytes = data_nbytes({**values, **counts}) | {".seq.idx": self.token_offsets + array_nbytes}
 
     def kernel(self, most: int) -> _native.PackWalk:
-        """A new kernel to walk the packs of this shard, which keeps ``most`` breaches of each rule."""
+        """Return a new kernel for walking the packs of this shard. It keeps ``most`` violations of each rule."""
         return _native.PackWalk(
             sequences=self.num_sequences,
             tokens=self.num_tokens,
@@ -201,7 +201,7 @@ class HeaderClaims:
 
 
 def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
-    """Hold the header of ``.seq.idx`` to rules H1 to H8, and return its claims; None if it cannot be read at all."""
+    """Check the header of ``.seq.idx`` against rules H1 to H8, and return its claims; None if it is unreadable."""
     raw = file.read(0, HEADER_FIXED_NBYTES)
     raw += file.read(len(raw), SEQ_IDX.stated_nbytes(raw) - len(raw))
     broken = list(SEQ_IDX.broken_rules(raw))
@@ -231,7 +231,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
 
 
 def check_sizes(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings: Findings) -> None:
-    """Hold each file to the size that follows from the header's counts (F2)."""
+    """Check each file against the size that follows from the header's counts (F2)."""
     for suffix, file in files.items():
         expected = claims.nbytes.get(suffix)
         if expected is not None and file.nbytes != expected:
@@ -249,9 +249,9 @@ def _check_item(
     findings: Findings,
     pack: Any = None,
 ) -> None:
-    """Hold one item of a file to what is expected; a file that ends before the item is no finding here.
+    """Check one item of a file against its expected value. A file that ends before the item gives no finding here.
 
-    ``what`` is the finding's sentence, with {} in the place of the item's value.
+    ``what`` is the text of the finding, with {} in place of the item's value.
     """
     for found in file.array(dtype, offset, 1):
         if found != expected:
@@ -285,7 +285,7 @@ def check_pack_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, find
     token_dtype = claims.token_dtype
 
     def ends(pack: int) -> list[int]:
-        """First token of a pack and one past its last; fewer items if the file ends before them."""
+        """Return the first token of a pack and one past its last, or fewer items if the file ends before them."""
         return [*map(int, files[".seq.idx"].array("<i8", claims.token_offsets + 8 * pack, 2))]
 
     idx = files.get(".idx")
@@ -320,7 +320,7 @@ def check_pack_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, find
 def add_breaches(
     walk: _native.PackWalk, paths: ShardPaths, claims: HeaderClaims, findings: Findings, pack_of: PackOf
 ) -> None:
-    """Add the kernel's breaches as findings; csrc/verify.h says what their numbers mean."""
+    """Add the kernel's violations as findings; see csrc/verify.h for the meaning of their numbers."""
     kept: Counter[str] = Counter()
     multiple, dtype = claims.sequence_multiple, claims.mask_dtype
     for rule, pack, at, found, expected in walk.breaches:
@@ -350,11 +350,12 @@ def add_breaches(
 
 
 def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findings, pack_of: PackOf) -> None:
-    """Read all ids of ``.bin`` and hold them to rules P8 (none is negative) and P9 (each is below ``limit``)."""
+    """Read all ids of ``.bin`` and check rules P8 (none is negative) and P9 (each is below ``limit``)."""
     bounds, first = np.iinfo(dtype), 0
     limit = min(limit, int(bounds.max) + 1)
     for ids in stream.chunks(dtype):
-        # A uint16 below no smaller limit cannot be wrong. A negative int32 is large as uint32: one maximum finds both.
+        # uint16 ids cannot be wrong unless the limit is smaller. As uint32, a negative int32 is large, so one maximum
+        # finds both errors.
         if (bounds.min or limit <= bounds.max) and int(ids.view(f"<u{dtype.itemsize}").max()) >= limit:
             for rule, bad in (("P8", np.flatnonzero(ids < 0)), ("P9", np.flatnonzero(ids >= limit))):
                 for position in bad[: findings.most].tolist():
@@ -375,10 +376,10 @@ def open_columns(
     findings: Findings,
     stack: ExitStack,
 ) -> dict[str, CheckedFile]:
-    """Open every file that has the name of a column of the shard, whatever it holds; ``stack`` closes them.
+    """Open every file that has the name of a column of the shard, whatever its content; ``stack`` closes them.
 
-    ``beside`` are the names of columns whose files lie at the prefix, or are to be put there: ``unpublished`` is as of
-    ``verify_shard``. A listed one that has no file breaks rule C8.
+    ``beside`` are the names of columns whose files are at the prefix or will be put there. See ``verify_shard`` for
+    ``unpublished``. A listed column without a file breaks rule C8.
     """
     listed = {} if claims is None else claims.listed
     files: dict[str, CheckedFile] = {}
@@ -386,7 +387,7 @@ def open_columns(
         path = paths.column(name)
         try:
             file = files[name] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
-            file.path = path  # which findings name
+            file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             if name in listed:
                 findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
@@ -396,7 +397,7 @@ def open_columns(
 def check_column(
     file: CheckedFile, name: str, claims: HeaderClaims | None, findings: Findings, meter: Meter | None
 ) -> None:
-    """Hold one column to its rules (C1 to C10): its header and size, and with a ``meter`` all of its values."""
+    """Check one column against its rules (C1 to C10): its header and size, and with a ``meter`` all its values."""
     remedy = _DATA if claims is not None and name in claims.listed else _ATTACHED
 
     def add(rule: str, offset: int, found: object, expected: object, remedy: str = remedy) -> None:
@@ -437,9 +438,9 @@ def check_column(
 def _check_values(
     stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
 ) -> None:
-    """Hold ``source`` to the files that it names (C9), ``pair`` to whole pairs (C10), and all values to C7."""
+    """Check ``source`` against its files (C9), ``pair`` for complete pairs (C10), and all values against C7."""
     num_files = len(column.spec.metadata["files"]) if name == "source" else 0
-    # The length of a chunk is even, so that both rows of a pair are in one.
+    # The length of a chunk is even, so that both rows of a pair are in the same chunk.
     while name in ("source", "pair") and len(rows := stream.take("<u8", _CHUNK_ROWS).view("<u4").reshape(-1, 2)):
         begin = stream.position - rows.nbytes
         if name == "pair":

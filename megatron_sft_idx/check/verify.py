@@ -1,8 +1,8 @@
-"""``verify_shard`` holds the files of one shard to every rule of FORMAT.md, and reports each rule that is broken.
+"""``verify_shard`` checks the files of one shard against every rule of FORMAT.md, and reports each broken rule.
 
 A quick verification reads headers, file sizes and both ends of all arrays. A full one reads every byte, and checks the
-bytes while they are in the processor's cache: tokens in a thread of their own, all other files in the caller's. Only
-the token offsets in ``.seq.idx`` are read several times: for packs in step with the sequence offsets, for ``.idx``, and
+bytes while they are in the CPU cache: tokens in a separate thread, all other files in the caller's thread. Only the
+token offsets in ``.seq.idx`` are read several times: for packs (in step with the sequence offsets), for ``.idx``, and
 for the checksum.
 """
 
@@ -42,7 +42,7 @@ from megatron_sft_idx.shard.opening import columns_beside, where_to_look
 from megatron_sft_idx.storage.progress import Advance
 
 _DEFAULT_MOST = 10
-# What the fields of the header call each file.
+# The names of each file in the fields of the header.
 _FIELD_STARTS = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
 
 
@@ -54,9 +54,9 @@ class Report:
         prefix: the path that the five files share.
         full: whether every byte was read, not only headers, sizes and the ends of arrays.
         findings: broken rules, a bounded number of each.
-        omitted: how many more findings there are, by rule.
-        notes: what breaks no rule: remains of a build beside the shard, checks that could not be made.
-        counts: packs, sequences and tokens by the header; empty if the header cannot be read.
+        omitted: number of further findings, by rule.
+        notes: information that breaks no rule: remains of a build next to the shard, checks that were not possible.
+        counts: numbers of packs, sequences and tokens from the header; empty if the header is unreadable.
     """
 
     prefix: str
@@ -68,20 +68,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check that was made found a broken rule."""
+        """Whether none of the checks that were made found a broken rule."""
         return not self.findings
 
     @property
     def num_findings(self) -> int:
-        """The number of findings, omitted ones included."""
+        """The number of findings, including omitted ones."""
         return len(self.findings) + sum(self.omitted.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The report as an object of plain values."""
+        """Return the report as an object of plain values."""
         return {**asdict(self), "ok": self.ok, "num_findings": self.num_findings}
 
     def lines(self) -> Iterable[str]:
-        """The report as text for people: one line a finding, then the notes and a verdict."""
+        """Return the report as text for people: one line per finding, then the notes and a verdict."""
         yield from map(str, self.findings)
         for rule, count in self.omitted.items():
             yield f"{self.prefix}: {count:,} more like these (rule {rule})"
@@ -107,25 +107,25 @@ def verify_shard(
     unpublished: Mapping[str, str] | None = None,
     advance: Advance = lambda nbytes: None,
 ) -> Report:
-    """Hold the files at a prefix to the rules of FORMAT.md, and report all that are broken.
+    """Check the files at a prefix against the rules of FORMAT.md, and report all broken rules.
 
-    Damage does not end the verification: what the remaining files allow is checked, even where ``Shard`` refuses to
-    open them. Memory stays at a few MiB for any size.
+    Damage does not stop the verification. Everything that the remaining files allow is checked, even if ``Shard`` would
+    not open them. Memory stays at a few MiB for any size.
 
     Args:
         prefix: the path that the five files share.
-        full: read every byte: checksums, every pack, ``.idx`` byte for byte. Otherwise headers, sizes and ends, which
-            takes milliseconds for any size.
-        vocab_size: with ``full``, every id must be below it. None for the size in the JSON block, if that has one.
-        most: findings kept of each rule; the others are counted.
-        beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
-        unpublished: for files that are to be put at some of the paths, by path: where they are now.
-        advance: called with ``full`` by two threads, one at a time, with the bytes read since the last call: at most a
-            MiB.
+        full: read every byte: checksums, every pack, ``.idx`` byte for byte. Otherwise only headers, sizes and ends,
+            which takes milliseconds for any size.
+        vocab_size: with ``full``, every id must be below it. None for the size in the JSON block, if it has one.
+        most: maximum number of findings to keep per rule; further ones are only counted.
+        beside: names of the columns whose files are at the prefix (``columns_beside``); None to look for them.
+        unpublished: current paths of files that are not published yet, by their final paths.
+        advance: called with ``full`` by two threads, one at a time, with the number of bytes read since the last call:
+            at most a MiB.
 
     Raises:
         FormatError: an argument has a value that no shard allows.
-        ShardNotFoundError: nothing of a shard, or of a build of one, is at the prefix.
+        ShardNotFoundError: the prefix has no file of a shard or of its build.
         OSError: a file cannot be opened or read, which ends the verification at once.
     """
     paths = ShardPaths.of(prefix)
@@ -142,7 +142,7 @@ def verify_shard(
             findings.notes.append(_note_of(paths))
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
-        # Opened before any file is read to its end, which may take hours.
+        # Opened before any file is read completely, which may take hours.
         columns: dict[str, CheckedFile] = {}
         if files:
             names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
@@ -169,7 +169,7 @@ def verify_shard(
 def broken_columns(
     prefix: str | os.PathLike[str], header: Header, advance: Advance = lambda nbytes: None
 ) -> dict[str, Finding]:
-    """Hold every byte of the columns at a prefix to a header; of those that break a rule the first finding, by name.
+    """Check every byte of the columns at a prefix against a header. Return the first finding about each, by name.
 
     ``advance`` is called with the bytes read since the last call.
     """
@@ -191,13 +191,13 @@ def broken_columns(
 def _open_files(
     paths: ShardPaths, unpublished: Mapping[str, str], findings: Findings, stack: ExitStack
 ) -> dict[str, CheckedFile]:
-    """The files of the five that are there, by suffix, which ``stack`` closes; each other one breaks rule F1."""
+    """Open the existing ones of the five files, by suffix; ``stack`` closes them. Each missing one breaks rule F1."""
     files: dict[str, CheckedFile] = {}
     recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_building(paths) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
             file = files[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
-            file.path = path  # which findings name
+            file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path):
                 found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"
@@ -208,7 +208,7 @@ def _open_files(
 
 
 def _note_of(paths: ShardPaths) -> str:
-    """What to say of the folder that a killed writer leaves."""
+    """Return the note about the folder that a killed writer leaves."""
     return (
         f"{os.path.basename(paths.building)}: left by a command that was killed, or is at work still; give that command"
         f" again to go on, or recover its packs: megatron-sft-idx rebuild {paths.prefix}"
@@ -223,9 +223,9 @@ def _check_files(
     vocab_size: int | None,
     meter: Meter | None,
 ) -> None:
-    """Hold the five files to a header that can be read: their ends, or with a ``meter`` every byte."""
+    """Check the five files against a readable header: their ends, or with a ``meter`` every byte."""
     check_sizes(files, claims, findings)
-    # The header says where the arrays begin. If it is wrong about that, every pack would be a finding.
+    # The header gives the positions of the arrays. If these are wrong, every pack would be a finding.
     arrays_found = claims.sound or files[".seq.idx"].nbytes == claims.nbytes[".seq.idx"]
     if arrays_found:
         check_array_ends(files, claims, findings)
@@ -257,7 +257,7 @@ def _check_contents(
     *,
     with_packs: bool,
 ) -> None:
-    """Check all ids (P8, P9) in a thread; meanwhile the arrays (O1, O2, I1), all packs (P1 to P7) and counts (H9).
+    """Check all ids (P8, P9) in a thread, and meanwhile arrays (O1, O2, I1), packs (P1 to P7) and counts (H9).
 
     An error in one of the two threads stops the other at its next read.
     """
@@ -273,7 +273,7 @@ def _check_contents(
 
     with ThreadPoolExecutor(1) as pool:
         ids = pool.submit(check_all_ids)
-        # Or an error would be noticed only when all other files are read.
+        # Otherwise an error would be noticed only after all other files are read.
         ids.add_done_callback(lambda done: meter.stop() if done.exception() else None)
         try:
             if with_packs:
@@ -289,13 +289,13 @@ def _check_contents(
             ids.result()  # raises the thread's error
             raise
         except BaseException:
-            meter.stop()  # or the pool would wait for the thread to read all tokens
+            meter.stop()  # otherwise the pool would wait for the thread to read all tokens
             raise
         ids.result()
 
 
 def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings: Findings) -> None:
-    """Read a file to its end and hold it to its checksum (F3). One of the wrong size is a finding already."""
+    """Read a file to its end and check its checksum (F3). A wrong size is already a finding."""
     found = stream.finish()
     if suffix == ".seq.idx":
         what, nbytes, expected = " of the arrays", claims.nbytes[suffix], claims.values["arrays_checksum"]
@@ -307,12 +307,12 @@ def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings:
 
 
 def _stored_runs(seq_idx: Stream, claims: HeaderClaims) -> Iterator[OffsetRun]:
-    """Runs of packs by the two arrays of ``.seq.idx``, as far as the file has them."""
+    """Yield runs of packs from the two arrays of ``.seq.idx``, as far as the file contains them."""
     num_packs = claims.num_packs
     sequences = np.empty(0, np.int64)
     for first in range(0, num_packs, RUN_PACKS):
-        # Where packs follow, an ``OffsetRun`` has one offset more than its packs need. The next run begins with the
-        # last two sequence offsets of this one.
+        # If packs follow, an ``OffsetRun`` has one offset more than its packs need. The next run begins with the last
+        # two sequence offsets of this one.
         num_offsets = min(RUN_PACKS + 2, num_packs + 1 - first)
         sequences = np.concatenate([sequences, seq_idx.take("<i8", num_offsets - len(sequences))])
         tokens = seq_idx.file.array("<i8", claims.token_offsets + 8 * first, num_offsets)
@@ -325,11 +325,11 @@ def _stored_runs(seq_idx: Stream, claims: HeaderClaims) -> Iterator[OffsetRun]:
 
 
 def _check_idx(idx: Stream, seq_idx: CheckedFile, claims: HeaderClaims, findings: Findings) -> None:
-    """Hold all items of ``.idx`` to the token offsets (I1), as far as both files have them."""
+    """Check all items of ``.idx`` against the token offsets (I1), as far as both files contain them."""
     assert claims.token_dtype is not None
     idx.take(np.uint8, IDX_HEADER_NBYTES)
     num_packs = claims.num_packs
-    # The last document ends where all packs do.
+    # The last document ends at the end of all packs.
     for what, dtype, total in (
         ("length", "<i4", num_packs),
         ("position", "<i8", num_packs),
@@ -352,7 +352,7 @@ def _check_idx(idx: Stream, seq_idx: CheckedFile, claims: HeaderClaims, findings
 
 
 def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | None:
-    """Number of the pack that holds a token, by the token offsets; None if they are damaged there."""
+    """Return the number of the pack that holds a token, from the token offsets; None if they are damaged there."""
     low, high = 0, claims.num_packs
     while high - low > 1:
         middle = (low + high) // 2
@@ -367,7 +367,7 @@ def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | No
 def _check_counts(
     walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
 ) -> None:
-    """Hold the header's counts to those of the walk (H9), each if everything that it counts could be read."""
+    """Compare the header's counts with those of the walk (H9), each only if all its data could be read."""
     all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
     all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
     for name, comparable in (

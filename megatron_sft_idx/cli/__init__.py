@@ -1,5 +1,5 @@
-"""One console command, ``megatron-sft-idx <verb>``: a verb parses its options, calls another folder, and prints.
+"""The console command ``megatron-sft-idx <verb>``: a verb parses its options, calls another folder, and prints.
 
-No work is done here, so that whatever a verb can do a program can do as well: the other folders serve both, and import
-nothing from here. How verbs are declared is in ``options``; how a standard stream may fail, in ``streams``.
+No work is done here, so a program can do everything that a verb can. The other folders serve both, and import nothing
+from here. ``options`` has the declaration of verbs, ``streams`` the handling of failing standard streams.
 """

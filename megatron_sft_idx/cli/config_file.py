@@ -1,9 +1,9 @@
 r"""The YAML of ``--config`` and ``--print-config``: a mapping whose values are texts, lists and mappings.
 
-The file is read event by event and not by one of YAML's loaders, for three reasons. A scalar stays the text that was
-written, so that ``no``, ``1e3`` and dates mean what they mean on a command line. Anchors, aliases and tags are refused,
-and with them files that grow when they are read. Every error has a line number. PyYAML's own parser is used rather than
-libyaml, which refuses ``"\udcff"``: this is how a byte of a file name that is no UTF-8 is written.
+The file is read event by event, not with one of YAML's loaders, for three reasons. A scalar stays the text that was
+written, so that ``no``, ``1e3`` and dates have the same meaning as on a command line. Anchors, aliases and tags are
+rejected, and with them files that expand when they are read. Every error has a line number. PyYAML's own parser is used
+rather than libyaml, which rejects ``"\udcff"``, the spelling of a byte in a file name that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import on_one_line
 
 MAX_NBYTES = 1 << 20
-# Of lists and mappings in one another. Variables of a chat template may be as deep as a row of the input, 128.
+# Maximum nesting of lists and mappings. Variables of a chat template may be as deep as an input row, 128.
 MAX_DEPTH = 160
-# YAML looks no further for the end of a key. Longer JSON is printed as one text.
+# YAML searches no further for the end of a key. Longer JSON is printed as one text.
 _MAX_FLOW = 1000
 
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?", re.ASCII)
@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[\w./](?:[\w./=+,@%:-]*[\w./=+,@%-])?", re.ASCII)
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 
 
-# ---- what a file holds ----
+# ---- contents of a file ----
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class YamlText:
 
     Attributes:
         text: its characters.
-        line: where it is, counted from 1.
+        line: line number, counted from 1.
         is_plain: whether it was written without quotes.
     """
 
@@ -51,7 +51,7 @@ class YamlText:
 
 @dataclass(frozen=True)
 class YamlList:
-    """A list; ``line`` is where it begins, counted from 1."""
+    """A list; ``line`` is its first line, counted from 1."""
 
     line: int
     items: list[YamlValue] = field(default_factory=list)
@@ -59,7 +59,7 @@ class YamlList:
 
 @dataclass(frozen=True)
 class YamlMapping:
-    """A mapping; ``line`` is where it begins, counted from 1. Its keys differ from each other."""
+    """A mapping; ``line`` is its first line, counted from 1. Its keys are different."""
 
     line: int
     entries: list[tuple[YamlText, YamlValue]] = field(default_factory=list)
@@ -75,7 +75,7 @@ def read_config(path: str) -> YamlMapping:
     """Read a file of options.
 
     Raises:
-        FormatError: the file cannot be read, or is not a YAML mapping of what this module reads; with path and line.
+        FormatError: the file is unreadable, or is not a YAML mapping that this module supports; with path and line.
     """
     try:
         with open(path, "rb") as file:
@@ -99,7 +99,7 @@ def read_config(path: str) -> YamlMapping:
 
 
 def _parse(text: str, path: str) -> YamlValue | None:
-    """The only document of a YAML text; None if there is none."""
+    """Return the only document of a YAML text, or None."""
     import yaml  # imported late: most commands read no such file
 
     line = 1
@@ -119,7 +119,7 @@ def _parse(text: str, path: str) -> YamlValue | None:
         code = error.character
         remedy = "remove it" if not code else f'escape it in double quotes: "\\u{code:04x}"'
         raise FormatError(f"{path}:{line}: character {code:#x}, which YAML does not allow; {remedy}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape that is no character
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape that is not a character
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{path}:{line}: not valid YAML: {on_one_line(str(error))}") from None
@@ -132,14 +132,14 @@ class _Tree:
     def __init__(self, path: str) -> None:
         self.path = path
         self.root: YamlValue | None = None
-        self._open: list[tuple[int, list[YamlValue], bool]] = []  # of what has not ended: line, content, is a mapping
+        self._open: list[tuple[int, list[YamlValue], bool]] = []  # not ended yet: line, content, is a mapping
         self._num_documents = 0
 
     def add(self, event: Any, line: int) -> None:
-        """Take the next event.
+        """Process the next event.
 
         Raises:
-            FormatError: it is part of what is not read, or of what YAML allows and no option can mean.
+            FormatError: it is not supported, or is valid YAML that no option can mean.
         """
         import yaml
 
@@ -190,13 +190,13 @@ class _Tree:
 
 
 def to_json(value: YamlValue, path: str) -> str:
-    """A value as JSON, for an option that takes JSON.
+    """Convert a value to JSON, for an option that takes JSON.
 
-    Here a scalar without quotes has a type: ``true``, ``false``, ``null`` and numbers as JSON has them. What some
-    versions of YAML read as another type is refused, since a template would take the text ``no`` for true.
+    Here a scalar without quotes has a type: ``true``, ``false``, ``null`` and numbers as in JSON. Text that some
+    versions of YAML read as another type is rejected, because a template would treat the text ``no`` as true.
 
     Raises:
-        FormatError: a scalar that may mean two things; with path and line.
+        FormatError: a scalar is ambiguous; with path and line.
     """
     if isinstance(value, YamlList):
         return f"[{', '.join(to_json(item, path) for item in value.items)}]"
@@ -217,7 +217,7 @@ def to_json(value: YamlValue, path: str) -> str:
 
 
 def _has_type(text: str, *, or_date: bool = False) -> bool:
-    """Whether some version of YAML reads this text, written without quotes, as something else than a text."""
+    """Return whether some version of YAML reads this unquoted text as something other than text."""
     import yaml
 
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers
@@ -231,14 +231,14 @@ def _has_type(text: str, *, or_date: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class YamlJson:
-    """A JSON document, to be printed as a YAML value that ``to_json`` reads as the same."""
+    """A JSON document to print as a YAML value that ``to_json`` reads back unchanged."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class YamlNumber:
-    """The text of a number, to be printed without quotes."""
+    """The text of a number, to print without quotes."""
 
     text: str
 
@@ -247,11 +247,11 @@ ConfigValue = bool | str | YamlNumber | YamlJson | list[str]
 
 
 def config_text(entries: Iterable[tuple[str, ConfigValue]], *, ascii_only: bool) -> str:
-    """Options as a YAML mapping that ``read_config`` reads as the same texts.
+    """Return options as a YAML mapping that ``read_config`` reads back as the same texts.
 
     Args:
         entries: key and value of each option.
-        ascii_only: whether characters that are not ASCII are escaped, as for an output that cannot hold them.
+        ascii_only: whether to escape non-ASCII characters, for an output that cannot represent them.
 
     >>> print(config_text([("input", ["a.jsonl", "no"]), ("seq-length", YamlNumber("8"))], ascii_only=False))
     input:
@@ -282,7 +282,7 @@ def _scalar(text: str, ascii_only: bool) -> str:
 
 
 def _quoted(text: str, ascii_only: bool) -> str:
-    """A text in double quotes, on one line; what cannot be printed is escaped."""
+    """Return a text in double quotes, on one line. Unprintable characters are escaped."""
 
     def escaped(character: str) -> str:
         if character in _ESCAPES:
@@ -296,7 +296,7 @@ def _quoted(text: str, ascii_only: bool) -> str:
 
 
 def _json_value(text: str, ascii_only: bool) -> str:
-    """JSON as a YAML value in one line, or as a text in quotes where YAML would not read it."""
+    """Return JSON as a YAML value in one line, or as a quoted text if YAML could not read it."""
 
     def shown(value: Any) -> str:
         if isinstance(value, dict):

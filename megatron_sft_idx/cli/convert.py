@@ -79,11 +79,11 @@ examples:
     json.loads(rows[7]); rows.ranges(8)
 """
 
-# Options that become keywords of a format's ``Reader``, and of its ``Writer``, those with the one format that has them.
+# Options that become keywords of a format's ``Reader`` and ``Writer``, with the format if only one has them.
 _READER = ("mask_rule", "mask_path", "repair_merge")
 _WRITER = {"row_group_size": "parquet", "samples_per_chunk": "jsonl-chunks"}
 
-# The most notes that are printed, as each of thousands of files may have one.
+# Maximum number of notes to print, because each of thousands of files may have one.
 _MAX_NOTES = 20
 
 
@@ -174,7 +174,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _passed_options(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The options of these names that the user has passed."""
+    """Return the options with these names that the user has passed."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 

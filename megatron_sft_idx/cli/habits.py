@@ -1,6 +1,6 @@
-"""What to write for an option or a verb that does not exist here: names of other trainers, then the nearest name.
+"""Advice for options and verbs that do not exist: names from other trainers, then the nearest name.
 
-Command lines and the files of ``--config`` ask the same functions.
+Command lines and ``--config`` files use the same functions.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from megatron_sft_idx.errors import did_you_mean, nearest_names
 
 # ---- the table ----
 
-# For each set of names: the option that a verb must have for the line to apply ("" for every verb), the names that
-# Megatron-LM, Megatron-Bridge, NeMo, LLaMA-Factory, ms-swift and TRL use, and what to write here. Of several lines
-# with one name the first that applies counts.
+# For each set of names: the option that a verb must have for the line to apply ("" for every verb), the names in
+# Megatron-LM, Megatron-Bridge, NeMo, LLaMA-Factory, ms-swift and TRL, and what to write here. If several lines have the
+# same name, the first one that applies counts.
 _HABITS = (
     # Rows.
     (
@@ -136,10 +136,10 @@ _HABITS = (
     ("", "resume resume-from-checkpoint", "give the same command again; it continues what was interrupted"),
     ("--lossy", "allow-loss", "--lossy leaves out what the result has no place for"),
 )
-# Options that verbs with arguments do not have, because an argument without a flag takes the value.
+# Options that do not exist for verbs with positional arguments, because an argument takes the value.
 _INPUTS = "input input-prefix input-file input-path inputs prefix path shard shards source src data data-path idx bin i"
 _OUTPUTS = "output output-prefix output-path output-file output-dir out dst dest destination target o"
-# Values of options that exist, whatever the value is.
+# Advice for existing options that does not depend on the value.
 _VALUE_HABITS = {"tokenizer-type": "leave it out; --tokenizer PATH and its chat template decide"}
 _VERBS = {
     "preprocess": "preprocess-data preprocess-sft tokenize tokenise encode build create make",
@@ -154,7 +154,7 @@ _VERBS = {
     "copy": "cp upload download sync move mv",
     "create-raw-index": "index raw-index",
 }
-# Longer names are cut before they are compared.
+# Longer names are truncated before the comparison.
 _MAX_LENGTH = 80
 
 
@@ -164,7 +164,7 @@ class Habit:
 
     Attributes:
         needs: the option that a verb must have for the line to apply; "" for every verb.
-        names: options of other programs, without dashes in front.
+        names: options of other programs, without leading dashes.
         advice: what to write here.
     """
 
@@ -182,14 +182,14 @@ HABITS = tuple(Habit(needs, tuple(names.split()), advice) for needs, names, advi
 def option_advice(
     name: str, known: Collection[str], arguments: Collection[str] = (), call: str = "", dashes: str = "--"
 ) -> str:
-    """What to write instead of an option that a verb does not have, as the end of a sentence; "" if nothing is near.
+    """Return what to write instead of an unknown option, as the end of a sentence; "" if no name is near.
 
     Args:
-        name: the option, without dashes in front.
-        known: the options of the verb, without dashes in front.
-        arguments: names of the verb's arguments, which take no flag.
+        name: the option, without leading dashes.
+        known: the options of the verb, without leading dashes.
+        arguments: names of the verb's positional arguments.
         call: how the verb is called with its arguments, such as ``megatron-sft-idx rebuild PREFIX...``.
-        dashes: what stands in front of an option where this one was found.
+        dashes: the prefix of options in the place where this one was found.
 
     >>> option_advice("toknizer", ["tokenizer", "input"])
     '; did you mean --tokenizer?'
@@ -208,7 +208,7 @@ def option_advice(
 
 
 def verb_advice(name: str, known: Collection[str]) -> str:
-    """What to write instead of a verb that does not exist, as the end of a sentence; "" if nothing is near.
+    """Return what to write instead of an unknown verb, as the end of a sentence; "" if no name is near.
 
     >>> verb_advice("tokenize", ["preprocess", "pack"])
     '; did you mean preprocess?'
@@ -219,7 +219,7 @@ def verb_advice(name: str, known: Collection[str]) -> str:
 
 
 def value_advice(option: str, value: str, choices: Collection[str]) -> str:
-    """What to write instead of a value that is none of an option's choices, as the end of a sentence.
+    """Return what to write instead of an invalid value of an option, as the end of a sentence.
 
     >>> value_advice("packing", "sequental", ["auto", "sequential"])
     ', choose one of auto, sequential; did you mean sequential?'

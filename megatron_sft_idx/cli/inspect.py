@@ -1,4 +1,4 @@
-"""``megatron-sft-idx inspect``: show what a shard holds."""
+"""``megatron-sft-idx inspect``: show the contents of a shard."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Packs, sequences and tokens are counted from 0, lines of input files from 1. A l
 
 exit code: 0 shown; --find, --row and --where: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
 """
-# The most values that are printed of one row of a column.
+# Maximum number of values to print from one row of a column.
 _MAX_VALUES = 8
 
 
@@ -125,7 +125,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         parser.error("--html writes a page: leave out --json, or ask for it without --html")
     if arguments.where and (arguments.pack is not None or arguments.diff is not None or arguments.html is not None):
         parser.error("--where goes alone, or with --find or --row")
-    # ``pread``, because the pages of a map would count as this process's memory.
+    # ``pread``, because the pages of a map would count as memory of this process.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
     selected = _selected(shard, arguments, parser)
@@ -147,7 +147,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _only_prefix(path: str) -> str:
-    """The prefix of the only shard that ``path`` names, be it a prefix, a folder or a glob.
+    """Return the prefix of the only shard at ``path``: a prefix, a folder or a glob.
 
     Raises:
         FormatError: there are several shards.
@@ -160,10 +160,10 @@ def _only_prefix(path: str) -> str:
 
 
 def _decoder(shard: Shard, path: str | None) -> Decode | None:
-    """A function from ids to text, by the tokenizer at ``path``; None if no path is given.
+    """Return a function from ids to text that uses the tokenizer at ``path``; None without a path.
 
     Raises:
-        FormatError: another tokenizer made the ids of the shard.
+        FormatError: the shard's ids are from another tokenizer.
     """
     if path is None:
         return None
@@ -184,7 +184,7 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
 
 
 def _selected(shard: Shard, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> NDArray[np.bool_] | None:
-    """For which sequences all conditions of ``--where`` hold, bool [sequences]; None without conditions."""
+    """Return the sequences for which all conditions of ``--where`` hold, bool [sequences]; None without any."""
     if not arguments.where:
         return None
     try:
@@ -216,7 +216,7 @@ def _show_selected(shard: Shard, arguments: argparse.Namespace, selected: NDArra
 
 
 def _progress(shard: Shard, arguments: argparse.Namespace, stage: str) -> Progress:
-    """Progress of a pass over all packs of a shard."""
+    """Return the progress of a pass over all packs of a shard."""
     total, interval = shard.header.num_tokens, arguments.log_interval
     return Progress(stage, total, unit="tokens", log_interval=interval, items="packs")
 
@@ -274,7 +274,7 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _abbreviated(value: Any) -> str:
-    """A value, or the first few of many."""
+    """Return a value, or the first few of many."""
     if isinstance(value, list) and len(value) > _MAX_VALUES:
         return f"[{', '.join(map(str, value[:_MAX_VALUES]))}, ... {len(value):,} values]"
     return str(value)
@@ -352,7 +352,7 @@ def _print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; numbers that JSON lacks, as in a damaged mask, become ``"nan"`` and ``"inf"``."""
+    """Return a value that JSON can represent; other numbers, as in a damaged mask, become ``"nan"`` and ``"inf"``."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The program ``megatron-sft-idx <verb> ...``: it finds the verb's module, runs it, and turns errors into exit codes.
+"""The program ``megatron-sft-idx <verb> ...``: find the verb's module, run it, and convert errors to exit codes.
 
 Exit codes: 0 success, 1 bad data or a failed disk, 2 wrong usage, 130 interrupted, 143 terminated.
 """
@@ -17,7 +17,7 @@ from megatron_sft_idx.cli.signals import ending_on_signals
 from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, program_name, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
-# By purpose: verbs, and the module of each. Only the module of the verb that runs is imported, because importing all of
+# Verbs by purpose, with the module of each. Only the module of the current verb is imported, because importing all of
 # them takes a tenth of a second.
 _VERBS = {
     "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
@@ -53,7 +53,7 @@ class _VerbListFormatter(HelpFormatter):
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
-    """The program's parser, with the options of one verb, or of all if ``verb`` is not the name of a verb."""
+    """Return the program's parser, with the options of one verb, or of all if ``verb`` does not exist."""
     parser = Parser(
         prog=program_name(),
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
@@ -69,7 +69,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. Without ``argv`` this is the program, whose process ends with the verb."""
+    """Run one verb and return the exit code. Without ``argv``, the process is the program and ends with the verb."""
     with standard_streams() as output:
         try:
             return _run(argv, output)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(str(error))
         except OSError as error:
             if isinstance(error, BrokenPipeError) and error.filename == STDOUT:
-                return 1  # the reader of the pipe has closed it, as head does
+                return 1  # the reader of the pipe has closed it, like head
             return _fail(message_of(error))
         except MemoryError as error:  # pyarrow's is one too
             return _fail(f"not enough memory{f' ({error})' if str(error) else ''}; see --help for what takes less")
@@ -98,7 +98,7 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_request:
         sys.stdout.flush()
-        if not exit_request.code and output.error is not None:  # of --help, --version and --print-config
+        if not exit_request.code and output.error is not None:  # after --help, --version and --print-config
             raise output.error from None
         raise
     output.strict = arguments.product(arguments)

@@ -1,4 +1,4 @@
-"""``megatron-sft-idx merge``, ``split`` and ``copy``: join shards, divide one, and copy them to other places."""
+"""``megatron-sft-idx merge``, ``split`` and ``copy``: join, divide and copy shards."""
 
 from __future__ import annotations
 

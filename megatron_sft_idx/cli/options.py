@@ -1,6 +1,6 @@
-"""How verbs and their options are declared, with the options that several verbs share, so that these read alike.
+"""Declaration of verbs and their options, and the options that several verbs share.
 
-A module declares its options in a text such as ``--help`` prints, and ``declare`` makes argparse's calls of it.
+A module declares its options in a text in the form of ``--help``, and ``declare`` converts it to argparse calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Verbs = Any  # argparse names the type of add_subparsers() only privately
 
 # ---- declaring ----
 
-# A declared option: its names, the placeholder of its value (a switch has none), and after two blanks its help.
+# A declared option: its names, the placeholder of its value (none for a switch), and after two blanks its help.
 _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
 
 
@@ -43,16 +43,17 @@ def add_verb(
     *,
     product: Callable[[argparse.Namespace], bool] = lambda arguments: False,
 ) -> argparse.ArgumentParser:
-    """The parser of a new verb, to be given options.
+    """Create the parser of a new verb, without options.
 
     Args:
-        verbs: what ``add_subparsers`` returned.
+        verbs: the result of ``add_subparsers``.
         name: the name of the verb.
         line: what the verb does, for the list of verbs.
-        text: its help: a paragraph that says what it does, then examples.
-        run: called with the parsed arguments, and with the parser of the verb, whose ``error`` is for wrong usage. It
-            returns the exit code; None means 0.
-        product: whether, with these arguments, what the verb prints is its product, so that losing it is an error.
+        text: its help: a paragraph about what it does, then examples.
+        run: called with the parsed arguments and the parser of the verb, whose ``error`` is for wrong usage. It returns
+            the exit code; None means 0.
+        product: returns whether, with these arguments, the printed output is the product of the verb, so that losing it
+            is an error.
     """
     description, _, examples = text.partition("\n\n")
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -68,13 +69,13 @@ def declare(
     """Add options or arguments to a parser, or to a group of one.
 
     Args:
-        group: what they are added to.
-        text: a line for each, such as ``--seq-length N  capacity of a pack``; an indented line continues the line
-            above it. Values N and M are whole numbers of 1 or more, all others are text. PATH... is one value or more.
-            An option without a value is a switch.
-        settings_of: gives, for the name of an option such as ``seq_length``, what the text does not say: its type; a
-            tuple of choices, of which the first is the default; its default; or arguments of ``add_argument``, a dict.
-        **settings: the same by name, for options about which ``settings_of`` is not asked.
+        group: the parser or group.
+        text: one line for each, such as ``--seq-length N  capacity of a pack``; an indented line continues the previous
+            line. Values N and M are integers of at least 1, all others are text. PATH... is one value or more. An
+            option without a value is a switch.
+        settings_of: returns further settings for the name of an option, such as ``seq_length``: its type; a tuple of
+            choices, the first of which is the default; its default; or arguments of ``add_argument``, a dict.
+        **settings: the same by name, for options without a call of ``settings_of``.
     """
     for entry in re.split(r"\n(?! )", textwrap.dedent(text).strip()):
         entry_match = _DECLARED.fullmatch(re.sub(r"\n +", " ", entry))
@@ -100,12 +101,12 @@ def declare(
 
 
 def preprocess_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parsed options under the names of ``tokenize.preprocess``, where ``tokenizer_model`` is ``tokenizer``."""
+    """Return the parsed options as arguments of ``tokenize.preprocess``; ``tokenizer_model`` becomes ``tokenizer``."""
     return {**vars(arguments), "tokenizer": arguments.tokenizer_model}
 
 
 def in_color() -> bool:
-    """Whether output may be coloured: stdout is a terminal with colours, and ``NO_COLOR`` is not set (no-color.org)."""
+    """Return whether to colour output: stdout is a colour terminal, and ``NO_COLOR`` is not set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -113,12 +114,12 @@ def in_color() -> bool:
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
+    """Parse an integer of at least 1."""
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """A whole number of 0 or more."""
+    """Parse an integer of at least 0."""
     return _whole(text, 0)
 
 
@@ -133,7 +134,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def nbytes(text: str) -> int:
-    """A number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
+    """Parse a number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
     match = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
     if not match or match[2] not in _UNITS or not int(match[1]):
         units = ", ".join(unit for unit in _UNITS if unit)
@@ -143,7 +144,7 @@ def nbytes(text: str) -> int:
 
 
 def named_value(text: str) -> tuple[str, str]:
-    """The name and the value of a ``NAME=VALUE`` entry."""
+    """Parse the name and the value of a ``NAME=VALUE`` entry."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
@@ -151,7 +152,7 @@ def named_value(text: str) -> tuple[str, str]:
 
 
 def role_of_name(text: str) -> tuple[str, str]:
-    """The name and the role of a ``NAME=ROLE`` entry; a name may hold ``=``."""
+    """Parse the name and the role of a ``NAME=ROLE`` entry; a name may contain ``=``."""
     name, equals, role = text.rpartition("=")
     if not equals or not role:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=ROLE")
@@ -159,7 +160,7 @@ def role_of_name(text: str) -> tuple[str, str]:
 
 
 def file_weight(text: str) -> tuple[str, float]:
-    """The file and the number of a ``FILE=WEIGHT`` entry."""
+    """Parse the file and the number of a ``FILE=WEIGHT`` entry."""
     file, _, number = text.rpartition("=")
     try:
         weight = float(number)
@@ -171,7 +172,7 @@ def file_weight(text: str) -> tuple[str, float]:
 
 
 def writable(text: str) -> str:
-    """The path of a file that can be written; checked before the work whose results the file will hold."""
+    """Check before the work that a result file can be written, and return its path."""
     try:
         path = Path(resolve(text))
     except FormatError as error:
@@ -186,7 +187,7 @@ def writable(text: str) -> str:
 
 
 def local_path(text: str) -> str:
-    """A path on a local disk, for verbs that do not work inside an object store."""
+    """Check that a path is local, for verbs that do not support object stores."""
     try:
         require_local(text, "this command")
     except FormatError as error:
@@ -198,7 +199,7 @@ def local_path(text: str) -> str:
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options of where the shard is written, and of progress; the prefix is ``required`` or not."""
+    """Add the options for the output shard and for progress; ``required`` says whether the prefix is."""
     group = parser.add_argument_group("output")
     declare(
         group,
@@ -223,7 +224,7 @@ def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True
 
 
 def add_staging(group: argparse._ActionsContainer) -> None:
-    """Add the option of where a shard for an object store is built."""
+    """Add the option for the local build folder of a shard for an object store."""
     declare(
         group,
         """
@@ -236,7 +237,7 @@ def add_staging(group: argparse._ActionsContainer) -> None:
 
 
 def add_log_interval(group: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
-    """Add ``--log-interval``; ``unit`` is what progress counts, in the plural."""
+    """Add ``--log-interval``; ``unit`` is the unit of progress, in the plural."""
     declared = (
         f"--log-interval N  without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)"
     )
@@ -244,7 +245,7 @@ def add_log_interval(group: argparse._ActionsContainer, unit: str, default: int 
 
 
 def add_read_options(group: argparse._ActionsContainer) -> None:
-    """Add the options that ``read_options`` reads."""
+    """Add the options for ``read_options``."""
     declare(
         group,
         f"""
@@ -260,7 +261,10 @@ def add_read_options(group: argparse._ActionsContainer) -> None:
 
 
 def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> ReadOptions:
-    """The options of ``add_read_options`` as parsed; a contradiction among them ends the program with its usage."""
+    """Return the parsed options of ``add_read_options``.
+
+    A contradiction between them ends the program with its usage.
+    """
     backend: BackendName = arguments.read_backend or ("mmap" if arguments.mmap_bin_files else "pread")
     try:
         if backend in ("mmap", "os") and not arguments.mmap_bin_files:

@@ -1,7 +1,7 @@
-"""argparse as this program uses it: exact names, short answers to wrong usage, and options from a file.
+"""argparse for this program: exact names, short error messages for wrong usage, and options from a file.
 
-``Parser`` is for every program. ``VerbParser`` adds ``--config`` and ``--print-config``, which serve every option that
-argparse knows: a file is read as if its values had been given as flags, and what is printed is such a file.
+``Parser`` is for every program. ``VerbParser`` adds ``--config`` and ``--print-config``, which work for every option: a
+file is read as if its values were given as flags, and the printed output is such a file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_sft_idx.cli.habits import option_advice, value_advice, verb_advice
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import on_one_line, print_layout, unescaped
 
-# Options of the program itself, which no file sets.
+# Options of the program itself, which cannot be set in a file.
 _NOT_IN_FILES = ("help", "config", "print_config")
 _CONFIG_HELP = """\
 take options from this YAML file, one a line, such as seq-length: 4096; keys are the long options without dashes. Lists
@@ -41,9 +41,9 @@ _PRINT_HELP = "print all options of this run as a file for --config, and do noth
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
+    """Wraps a description of one line. Examples, which have several lines, are not changed.
 
-    The second name that ``--tokenizer`` has in Megatron is accepted, but not shown.
+    Megatron's second name of ``--tokenizer`` is accepted, but not shown.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -59,18 +59,18 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Collected(argparse.Action):
-    """Collects the values of an option that may be repeated, in a tuple."""
+    """Collects the values of a repeatable option in a tuple."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Add a value that was given."""
+        """Add a given value."""
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
 
 
 class Mapped(argparse.Action):
-    """Collects ``NAME=VALUE`` entries, of an option that may be repeated, in a dict."""
+    """Collects the ``NAME=VALUE`` entries of a repeatable option in a dict."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Add the entries that were given; a name that was given before is an error."""
+        """Add the given entries. A duplicate name is an error."""
         given = dict(getattr(namespace, self.dest) or {})
         for name, value in values:
             if name in given:
@@ -83,17 +83,17 @@ class Mapped(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of exact names, whose answer to wrong usage is what a call needs and one line that says what is wrong.
+    """A parser of exact names. For wrong usage it prints the required options and one line with the error.
 
-    Help and usage keep their line breaks. Names are never completed, so that a name that is wrong does not pass as
-    another one.
+    Help and usage keep their line breaks. Names are never completed, so that a wrong name is not accepted as another
+    one.
     """
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, **keywords)
 
     def format_usage(self) -> str:
-        """What a call needs, in a line, and where the rest is."""
+        """Return the required options in one line, and where to find the rest."""
         listed = "lists all options" if self._subparsers is None else "lists all verbs"
         return f"usage: {self._call()}\n       {self.prog} --help {listed}\n"
 
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         super().error(on_one_line(message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does; but an option that does not exist is what is told first, and with advice."""
+        """Parse like argparse, but report an unknown option first, with advice."""
         words = list(sys.argv[1:] if args is None else args)
         if unknown := self._unknown_option(words):
             self.error(unknown)
@@ -114,15 +114,15 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _call(self) -> str:
-        """How the program is called, with all that it needs."""
+        """Return how the program is called, with all required options."""
         return " ".join([self.prog, *map(_placeholder, self._arguments()), *self._needed(), "[options]"])
 
     def _arguments(self) -> list[argparse.Action]:
-        """The arguments that take no flag."""
+        """Return the positional arguments."""
         return [action for action in self._actions if not action.option_strings]
 
     def _needed(self) -> Iterator[str]:
-        """The options without which nothing runs."""
+        """Yield the required options."""
         for action in self._actions:
             if action.option_strings and action.required:
                 yield f"{action.option_strings[0]} {_placeholder(action)}"
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
                 yield f"({' | '.join(options)})"
 
     def _unknown_option(self, words: Sequence[str]) -> str:
-        """The complaint about the first option among the words that does not exist; "" if all do."""
+        """Return the error about the first unknown option among the words, or ""."""
         before: argparse.Action | None = None
         for word in words:
             action = self._named(word)
@@ -157,7 +157,7 @@ class Parser(argparse.ArgumentParser):
         return option_advice(name.lstrip("-"), known, [action.dest for action in arguments], call)
 
     def _named(self, word: str) -> argparse.Action | None:
-        """The option that a word of a command line names."""
+        """Return the option for a word of a command line."""
         return self._option_string_actions.get(word) or self._option_string_actions.get(word.partition("=")[0])
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -176,7 +176,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _placeholder(action: argparse.Action) -> str:
-    """What stands for the value of an option or argument in its usage."""
+    """Return the placeholder for the value of an option or argument in its usage."""
     if action.nargs == 0:
         return ""
     shown = f"{{{','.join(map(str, action.choices))}}}" if action.choices is not None else action.dest.upper()
@@ -188,17 +188,17 @@ def _placeholder(action: argparse.Action) -> str:
 
 
 class VerbParser(Parser):
-    """The parser of a verb, which also takes options from a file, and prints all of them as such a file."""
+    """The parser of a verb. It also takes options from a file, and prints all options as such a file."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.add_argument("--config", metavar="FILE.yaml", help=_CONFIG_HELP)
         self.add_argument("--print-config", action="store_true", help=_PRINT_HELP)
-        # The texts that were given as values of an option, by flag or in the file.
+        # The texts given as values of an option, as a flag or in the file.
         self._texts: dict[argparse.Action, list[str]] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, over the options that the file of ``--config`` sets."""
+        """Parse the words, which override the options in the file of ``--config``."""
         words = list(sys.argv[1:] if args is None else args)
         namespace = argparse.Namespace() if namespace is None else namespace
         self._texts = {}
@@ -222,14 +222,14 @@ class VerbParser(Parser):
         self._texts[action] = [*before, *arg_strings]
         if not action.option_strings or action.nargs == 0:
             return super()._get_values(action, arg_strings)
-        # argparse would drop the value of --output-prefix=--, and set a list.
+        # argparse would drop the value of --output-prefix=--, and store a list.
         values = [self._get_value(action, text) for text in arg_strings]
         for value in values:
             self._check_value(action, value)
         return values if action.nargs is not None else values[0]
 
     def _given(self, words: Sequence[str]) -> tuple[list[argparse.Action], str | None]:
-        """The options on a command line, and the file of ``--config``."""
+        """Return the options on a command line, and the file of ``--config``."""
         given: list[argparse.Action] = []
         path = None
         for i, word in enumerate(words):
@@ -242,7 +242,7 @@ class VerbParser(Parser):
                     self.error("--config is given twice; put all options into one file")
                 _, equals, value = word.partition("=")
                 following = words[i + 1] if i + 1 < len(words) else "-"
-                # Where no file follows, argparse says so.
+                # If no file follows, argparse reports that.
                 path = value if equals else None if following.startswith("-") else following
             given.append(action)
         return given, path
@@ -250,10 +250,10 @@ class VerbParser(Parser):
     def _take(
         self, config: YamlMapping, path: str, given: Sequence[argparse.Action], namespace: argparse.Namespace
     ) -> list[argparse.Action]:
-        """Set the options of a file, but for what the command line gives otherwise; returns the options that are set.
+        """Set the options in a file, unless the command line overrides them. Return the options that were set.
 
         Raises:
-            FormatError: a key is no option of the verb, or its value cannot be taken.
+            FormatError: a key is not an option of the verb, or its value is invalid.
         """
         overruled = {each.dest for action in given for each in self._rivals(action)}
         keys: dict[argparse.Action, YamlText] = {}
@@ -279,7 +279,7 @@ class VerbParser(Parser):
         return [one.action for one in taken if one.action.dest not in overruled]
 
     def _option_of(self, key: YamlText, path: str) -> argparse.Action:
-        """The option that a key of a file names."""
+        """Return the option for a key of a file."""
         name = key.text.replace("_", "-")
         action = self._option_string_actions.get(f"--{name}")
         if action is None:
@@ -294,12 +294,12 @@ class VerbParser(Parser):
         return action
 
     def _rivals(self, action: argparse.Action) -> list[argparse.Action]:
-        """An option, and those that exclude it."""
+        """Return an option, and the options that exclude it."""
         groups = [group._group_actions for group in self._mutually_exclusive_groups]
         return [action, *(each for group in groups if action in group for each in group)]
 
     def _set(self, taken: _Taken, namespace: argparse.Namespace, where: str) -> None:
-        """Give an option its values, as parsing a command line does."""
+        """Set the values of an option, like a parsed command line."""
         action, values = taken.action, []
         try:
             for text in taken.texts:
@@ -318,7 +318,7 @@ class VerbParser(Parser):
 
     @contextlib.contextmanager
     def _not_required(self, taken: Sequence[argparse.Action]) -> Iterator[None]:
-        """Nothing that the file sets is missing on the command line meanwhile."""
+        """Make the options set in the file optional on the command line."""
         set_by_file: list[Any] = [*taken]
         set_by_file += [each for each in self._mutually_exclusive_groups if set(each._group_actions) & {*taken}]
         required = [each for each in set_by_file if each.required]
@@ -331,7 +331,7 @@ class VerbParser(Parser):
                 each.required = True
 
     def _entries(self, parsed: argparse.Namespace) -> Iterator[tuple[str, ConfigValue]]:
-        """Key and value of every option that has a value."""
+        """Yield key and value of every option with a value."""
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
             if not action.option_strings or action.dest in _NOT_IN_FILES or value is None:
@@ -342,7 +342,7 @@ class VerbParser(Parser):
                 continue
             texts = self._texts.get(action) or _texts_of_default(action.default)
             if action not in self._texts and not self._is_default(action, texts):
-                continue  # a default that no text stands for is the default of the next run too
+                continue  # a default that has no text form is also the default of the next run
             if action.metavar == "JSON":
                 yield key, YamlJson(texts[0])
             elif action.nargs is not None or _may_be_repeated(action):
@@ -351,7 +351,7 @@ class VerbParser(Parser):
                 yield key, texts[0] if action.type is None else YamlNumber(texts[0])
 
     def _is_default(self, action: argparse.Action, texts: Sequence[str]) -> bool:
-        """Whether these texts stand for the default of an option."""
+        """Return whether these texts represent the default of an option."""
         try:
             values = [self._get_value(action, text) for text in texts]
         except argparse.ArgumentError:
@@ -362,12 +362,12 @@ class VerbParser(Parser):
 
 @dataclass(frozen=True)
 class _Taken:
-    """An option as a file sets it.
+    """An option set in a file.
 
     Attributes:
         action: the option.
-        option: the flag that would set it on a command line.
-        texts: the values that the flag would have, or several flags.
+        option: the corresponding flag on a command line.
+        texts: the values of the flag, or of several flags.
     """
 
     action: argparse.Action
@@ -376,7 +376,7 @@ class _Taken:
 
 
 def _taken(action: argparse.Action, key: YamlText, value: YamlValue, path: str) -> _Taken | None:
-    """What a key and its value set; None where a command line would not have the option.
+    """Return what a key and its value set; None if the option would be absent on a command line.
 
     Raises:
         FormatError: the value is of the wrong kind.
@@ -399,7 +399,7 @@ def _taken(action: argparse.Action, key: YamlText, value: YamlValue, path: str) 
 
 
 def _texts_of(action: argparse.Action, value: YamlValue, where: str, path: str) -> list[str]:
-    """The value of an option as the texts that a command line would have; none for an empty list of what is repeated.
+    """Return the value of an option as command-line texts; none for an empty list of a repeatable option.
 
     Raises:
         FormatError: the value is of the wrong kind.
@@ -425,7 +425,7 @@ def _texts_of(action: argparse.Action, value: YamlValue, where: str, path: str) 
 
 
 def _may_be_repeated(action: argparse.Action) -> bool:
-    """Whether each use of an option adds to the uses before."""
+    """Return whether repeated uses of an option accumulate."""
     return isinstance(action, (Collected, Mapped, argparse._AppendAction))
 
 
@@ -444,7 +444,7 @@ def _text(value: YamlValue, where: str) -> str:
 
 
 def _texts_of_default(default: Any) -> list[str]:
-    """Texts that a command line may give for a default; whether they stand for it is to be checked."""
+    """Return command-line texts for a default. The caller must check that they represent it."""
     if isinstance(default, (list, tuple)):
         return [str(each) for each in default]
     return [json.dumps(default) if isinstance(default, Mapping) else str(default)]

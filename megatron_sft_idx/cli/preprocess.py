@@ -1,4 +1,4 @@
-"""``megatron-sft-idx preprocess`` and ``pack``: chats, or a tokenised corpus, to a packed shard."""
+"""``megatron-sft-idx preprocess`` and ``pack``: convert chats, or a tokenised corpus, to a packed shard."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ _WHICH_ROWS = (
 )
 
 
-# ---- options that are arguments of ``preprocess`` too ----
+# ---- options that are also arguments of ``preprocess`` ----
 
 
 def add_packing_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how sequences become packs."""
+    """Add the options for packing sequences."""
     declare(
         parser.add_argument_group("packing"),
         """
@@ -135,7 +135,7 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_column_options(group: argparse._ActionsContainer) -> None:
-    """Add the options that choose and weigh sequences by columns."""
+    """Add the options for selecting and weighting sequences by columns."""
     declare(
         group,
         """
@@ -151,7 +151,7 @@ def _add_column_options(group: argparse._ActionsContainer) -> None:
 
 
 def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
-    """Add the options of the tokenizer, which is ``required`` or not, and of how rows are read."""
+    """Add the options for the tokenizer (``required`` or not) and for reading rows."""
     declare(
         group,
         f"""
@@ -190,7 +190,7 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
 
 
 def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
-    """Add ``--max-bad-rows``; ``judged`` says when a share is compared, in a sentence."""
+    """Add ``--max-bad-rows``; ``judged`` is a sentence about when a fraction is checked."""
     declared = (
         "--max-bad-rows LIMIT  with --on-bad-row skip: stop with an error if more rows cannot be used than LIMIT, a"
         f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit goes on"
@@ -200,7 +200,7 @@ def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the chat template, and of what is trained on."""
+    """Add the options for the chat template and for what is trained on."""
     declare(
         parser.add_argument_group("chat template and masks"),
         """
@@ -229,7 +229,7 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_argument(name: str) -> dict[str, Any]:
-    """Settings of an option for ``declare``: type, choices and default of the argument ``name`` of ``preprocess``."""
+    """Return settings for ``declare``: type, choices and default of the argument ``name`` of ``preprocess``."""
     hint, default = get_type_hints(preprocess)[name], inspect.signature(preprocess).parameters[name].default
     keywords: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
     if hint is bool:
@@ -367,7 +367,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return
     prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
-    # Rows of a pipe are not put beside the output, whose folder may not be there.
+    # Rows from a pipe are not stored next to the output, whose folder may not exist.
     with inputs_of(
         rows, os.path.join(tempfile.gettempdir(), "dry-run"), media=options.encoding.processor is not None
     ) as (inputs, as_given):
@@ -399,7 +399,7 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         check_packing(source, options)
     except FormatError as error:
         parser.error(str(error))
-    # How much is cut off or left out is not known before the plan.
+    # The amount of truncated or dropped data is unknown before the plan.
     keeps_all = options.overlong not in ("drop", "truncate") and not options.where
     nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
     columns = list(source.columns)

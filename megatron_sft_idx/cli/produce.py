@@ -1,4 +1,4 @@
-"""``megatron-sft-idx produce``: chats to a catalog of shards, which training reads while the catalog grows."""
+"""``megatron-sft-idx produce``: convert chats to a catalog of shards that training reads while it grows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ These shards have no columns, so they do not say which row a sequence was made f
 are refused. preprocess writes such columns.
 """
 
-# Options whose values are attributes of ``ProduceOptions`` under the same names.
+# Options whose values are attributes of ``ProduceOptions`` with the same names.
 _SAME_NAMES = (
     *("watch", "catalog", "tokens_per_shard", "workers", "max_ahead_shards", "consumers", "keep_recent", "ack_dir"),
     *("end_after", "settle"),
@@ -123,7 +123,7 @@ def _seconds(text: str, unit: str = "seconds") -> float:
 
 
 def _gigabytes(text: str) -> int:
-    # The bound keeps the int finite and small; no disk has 10^18 gigabytes.
+    # The limit keeps the int finite and small; no disk has 10^18 gigabytes.
     return max(1, int(min(_seconds(text, "gigabytes"), 1e18) * 1e9))
 
 

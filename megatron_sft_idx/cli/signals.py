@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM end a command within seconds, with exit code 128 + signal.
 
-Python raises the exception of a signal in the main thread between bytecodes. Then ``with`` and ``finally`` clean up.
-A long native call, or a read from a file system that hangs, delays that. So a second thread watches. If the main thread
-takes too long, it ends the process as SIGKILL would. Every command that writes can be run again after a SIGKILL.
+Python raises the exception of a signal in the main thread between bytecodes. Then ``with`` and ``finally`` clean up. A
+long native call, or a read from a hanging file system, delays this. Therefore a second thread watches. If the main
+thread takes too long, the second thread ends the process like SIGKILL. Every command that writes can be repeated after
+a SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# How long the main thread may take to notice a signal, and then to clean up. Together they stay below the 30 seconds
-# after which most schedulers send SIGKILL.
+# Time limits for the main thread to notice a signal, and then to clean up. Together they are below the 30 seconds after
+# which most schedulers send SIGKILL.
 _SECONDS_TO_NOTICE, _SECONDS_TO_CLEAN_UP = 3.0, 25.0
 
 
 @contextmanager
 def ending_on_signals(*, is_program: bool) -> Iterator[None]:
-    """Within this context SIGTERM raises SystemExit and Ctrl-C KeyboardInterrupt, or the process is ended.
+    """In this context SIGTERM raises SystemExit and Ctrl-C KeyboardInterrupt, or the process is ended.
 
     Args:
-        is_program: whether the process exits after this context. The time to clean up then includes the interpreter's
-            shutdown, which waits for threads.
+        is_program: whether the process exits after this context. The time limit for cleaning up then includes the
+            interpreter's shutdown, which waits for threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -40,12 +41,12 @@ def ending_on_signals(*, is_program: bool) -> Iterator[None]:
         sys.exit(128 + signum)
 
     signals = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells have their background jobs ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells make their background jobs ignore it
         signals.append(signal.SIGINT)
 
     def watch() -> None:
         while byte := os.read(reader, 1):
-            if (signum := byte[0]) not in signals:  # libraries have handlers too
+            if (signum := byte[0]) not in signals:  # libraries also have handlers
                 continue
             if not (noticed.wait(_SECONDS_TO_NOTICE) and left.wait(_SECONDS_TO_CLEAN_UP)):
                 _end_now(signum)

@@ -1,10 +1,10 @@
-"""Standard streams that cannot fail a command by accident, keep a line on one line, and errors as people read them.
+"""Standard streams that cannot fail a command by accident and that keep a line on one line, and readable errors.
 
-Under cron and in batch jobs a standard stream may be closed, lie on a full disk, or be a terminal that hangs up. Python
-then has None where the stream was, or raises at every print; and the next file that is opened gets the number of the
-closed descriptor, so that whatever a library writes to descriptor 2 ends up in that file. So ``main`` runs inside
-``standard_streams``: descriptors 0 to 2 are open, a failed stderr is never an error, and a failed stdout is an error
-only of commands whose product is what they print.
+Under cron and in batch jobs, a standard stream may be closed, be on a full disk, or be a terminal that hangs up. Python
+then has None in place of the stream, or raises an error at every print. Also, the next opened file gets the number of
+the closed descriptor, so everything that a library writes to descriptor 2 ends up in that file. Therefore ``main`` runs
+inside ``standard_streams``: descriptors 0 to 2 are open, a failing stderr is never an error, and a failing stdout is an
+error only for commands whose product is their output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sft_idx.lines import EscapedLines, unescaped
 
 
 def message_of(error: Exception) -> str:
-    """An error in one line. One of the system has no number: ``a.bin: No space left``, ``a -> b: Is a directory``."""
+    """Return an error in one line, without errno: ``a.bin: No space left``, ``a -> b: Is a directory``."""
     is_ours = isinstance(error, SFTIndexError)  # ShardNotFoundError is an OSError too, but has other arguments
     if isinstance(error, OSError) and not is_ours and error.filename:
         target = f" -> {error.filename2}" if error.filename2 else ""
@@ -33,7 +33,7 @@ def message_of(error: Exception) -> str:
 
 
 def program_name() -> str:
-    """The name by which the program was called: its short name, or else the long one."""
+    """Return the name with which the program was called: the short one, or else the long one."""
     name = os.path.basename(sys.argv[0]) if sys.argv else ""
     return name if name == "sft-idx" else "megatron-sft-idx"
 
@@ -48,11 +48,11 @@ STDOUT, STDERR = "standard output", "standard error"
 
 @dataclass
 class Output:
-    """What became of the output to one standard stream.
+    """The state of the output to one standard stream.
 
     Attributes:
-        error: why output was dropped, the last time that it was; None if all was written.
-        strict: whether the first error is raised. That ends work whose output nobody would receive.
+        error: why output was last dropped; None if all was written.
+        strict: whether to raise the first error. This ends work whose output nobody would receive.
     """
 
     error: OSError | None = None
@@ -60,7 +60,7 @@ class Output:
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops what its descriptor does not take and notes why in ``output``; it raises only if ``strict``."""
+    """A file that drops output which its descriptor rejects, and records the error; it raises it only if ``strict``."""
 
     def __init__(self, descriptor: int, name: str, output: Output) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -68,7 +68,7 @@ class _LossyFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (written := super().write(data)) is None:  # somebody made the pipe non-blocking, and it is full
+            while (written := super().write(data)) is None:  # the pipe is full, and non-blocking
                 select.select([], [self.fileno()], [])
         except OSError as error:
             error.filename = self._name
@@ -81,10 +81,9 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[Output]:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by ``EscapedLines`` on a ``_LossyFile``; put them back at the end.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by ``EscapedLines`` on a ``_LossyFile``; restore them at the end.
 
-    ``EscapedLines`` of streams that are not descriptors 1 and 2 write to these, such as those of a caller that collects
-    the output.
+    If a stream is not descriptor 1 or 2, such as that of a caller that captures output, ``EscapedLines`` writes to it.
     Yields the ``Output`` of stdout, which has an error from the beginning if stdout is closed.
     """
     outputs = Output(), Output()
@@ -92,7 +91,7 @@ def standard_streams() -> Iterator[Output]:
         try:
             os.fstat(number)
         except OSError:
-            # Reading from a closed stdin goes on being an error, rather than an empty input.
+            # Reading from a closed stdin stays an error, instead of becoming an empty input.
             _to_devnull(number)
             if number == 1:
                 outputs[0].error = OSError(errno.EBADF, "closed, and what this command prints is its product", STDOUT)
@@ -105,9 +104,9 @@ def standard_streams() -> Iterator[Output]:
     finally:
         for number, (stream, replacement, output) in enumerate(zip(escaped, replacements, outputs, strict=True), 1):
             output.strict = False
-            with contextlib.suppress(OSError, ValueError):  # of a caller's stream that fails or is closed
+            with contextlib.suppress(OSError, ValueError):  # from a caller's stream that fails or is closed
                 stream.flush()
-            if replacement is not None and output.error is not None:  # keep Python from trying again when it exits
+            if replacement is not None and output.error is not None:  # keep Python from retrying at exit
                 _to_devnull(number)
         sys.stdout, sys.stderr = originals
 
@@ -122,7 +121,7 @@ def _to_devnull(number: int) -> None:
 
 
 def _replacement(stream: TextIO | None, number: int, output: Output) -> io.TextIOWrapper | None:
-    """A stream on the descriptor ``number``; None if ``stream`` is open on something else."""
+    """Return a stream on the descriptor ``number``; None if ``stream`` is open on something else."""
     try:
         if stream is not None and stream.fileno() != number:
             return None
@@ -131,7 +130,7 @@ def _replacement(stream: TextIO | None, number: int, output: Output) -> io.TextI
     if stream is not None:
         with contextlib.suppress(OSError):
             stream.flush()
-    # Data hold any character. One that the encoding of a terminal or file lacks is written as its number.
+    # Data may contain any character. One that the encoding of a terminal or file lacks is written as its number.
     return io.TextIOWrapper(
         io.BufferedWriter(_LossyFile(number, (STDOUT, STDERR)[number - 1], output)),
         encoding=getattr(stream, "encoding", "utf-8"),

@@ -1,6 +1,6 @@
-"""``megatron-sft-idx verify`` and ``rebuild``: check shards, and make a damaged shard whole again.
+"""``megatron-sft-idx verify`` and ``rebuild``: check shards, and restore a damaged shard.
 
-``verify`` never writes, and ``rebuild`` never writes to a file that is good.
+``verify`` never writes, and ``rebuild`` never writes to a good file.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
                     prefix, full=arguments.full, vocab_size=arguments.vocab_size, beside=columns, advance=advance
                 )
         except (SFTIndexError, OSError) as error:
-            # One shard that cannot be read does not keep the others from being verified.
+            # An unreadable shard does not prevent the verification of the others.
             nothing = Report(prefix, arguments.full, (), {}, (), {})
             results.append({**nothing.as_json(), "ok": False, "error": message_of(error)})
             print_error(message_of(error))
@@ -170,7 +170,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _named_prefixes(shards: Iterable[str]) -> dict[str, SFTIndexError | OSError | None]:
-    """The prefixes that arguments name, each shard once, or else an argument and why it names none."""
+    """Return the prefixes for the arguments, each shard once; or an argument and why it has no shard."""
     prefixes: dict[str, SFTIndexError | OSError | None] = {}
     files: set[str] = set()
     for argument in distinct(shards):
@@ -218,7 +218,7 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
                 watch=watch,
             )
         except (SFTIndexError, OSError) as error:
-            # One shard that cannot be made whole does not keep the others from it.
+            # A shard that cannot be restored does not prevent restoring the others.
             complaint = message_of(error)
         else:
             _print_report(report, is_one_of_many=len(prefixes) > 1)
@@ -236,7 +236,7 @@ def _totals(count: int, num_bad: int, good: str) -> str:
 
 
 def _complaint(report: Rebuilt) -> str:
-    """Why the shard is not whole; "" if it is."""
+    """Return why the shard is not complete, or ""."""
     if not report.opens:
         return f"{report.prefix}: no whole shard can be made of what is left; see the lines above"
     if report.uncertain:
@@ -251,7 +251,7 @@ def _complaint(report: Rebuilt) -> str:
 
 
 def _print_report(report: Rebuilt, *, is_one_of_many: bool) -> None:
-    """Print what was found and done; of a shard that was whole, one of many, in one line."""
+    """Print what was found and done. A good shard out of many gets only one line."""
     for file in report.files:
         if file.state == "good" and (is_one_of_many or column_of(file.path)):
             continue

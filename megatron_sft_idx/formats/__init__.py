@@ -1,6 +1,6 @@
-"""Packed SFT data in other formats: recognised, read, written, and converted into each other.
+"""Packed SFT data in other formats: detect, read, write and convert them.
 
-Each format is a module, listed in ``registry``, with ``recognise``, a ``Reader`` and mostly a ``Writer``; ``base`` is
-what they share. ``packed_dataset`` reads any of them by number, ``convert`` writes any from any. Nothing here
-tokenises, packs anew or imports torch, and no code that a file names is run.
+Each format is a module, listed in ``registry``, with ``recognise``, a ``Reader`` and usually a ``Writer``; ``base`` has
+their common code. ``packed_dataset`` gives random access to any of them, ``convert`` converts between them. Nothing
+here tokenises, repacks or imports torch, and no code from a file is ever run.
 """

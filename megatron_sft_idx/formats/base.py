@@ -1,12 +1,13 @@
-"""What all formats of packed data share: the spec, their reader, their writer, and help with their files.
+"""The common base of all formats of packed data: spec, reader, writer, and helpers for their files.
 
-A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and mostly a class
-``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``); everything else that a reader or
-writer does is here, but for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its
-``_open`` and ``_begin``.
+A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and usually a class
+``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``). All other work of a reader or writer
+is
+done here, except for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its ``_open``
+and ``_begin``.
 
-Two chapters follow reader and writer: what foreign files hold (JSON, ranges of bytes); and the package metadata, a JSON
-object in which this package keeps, in files of other formats, what they have no place for.
+Two sections follow reader and writer: values in files of other formats (JSON, byte ranges); and the package metadata, a
+JSON object in which this package stores, in files of other formats, everything that they have no field for.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from megatron_sft_idx.storage.publish import Kind, require_space
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What is trained on in files without loss masks.
+# Names of the rule for files without loss masks: which tokens are trained on.
 MaskRule = Literal["all"]
-# For ``PackedReader.notes``: how all masks of a file were changed.
+# For ``PackedReader.notes``: how all masks of a file were converted.
 ALIGNMENT_NOTES = {
     "token": "loss masks taken as token-aligned: shifted left by one inside every sequence",
     "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
@@ -62,19 +63,20 @@ class PackedSpec:
     """Counts, dtypes and metadata of packed data, known before its first pack is read.
 
     Attributes:
-        num_packs: packs.
-        num_sequences: sequences in all of them.
-        num_tokens: tokens in all of them, without padding.
-        longest_pack: tokens in the longest pack.
+        num_packs: number of packs.
+        num_sequences: number of sequences in all packs.
+        num_tokens: number of tokens in all packs, without padding.
+        longest_pack: number of tokens in the longest pack.
         token_dtype: uint16 or int32.
         mask_dtype: uint8 or float32.
-        capacity: most token positions a pack may hold; at least ``longest_pack``.
-        sequence_multiple: sequences rounded up to this still fit the capacity.
-        pad_id: the tokenizer's padding id, None where unknown.
-        metadata: what else the file says of its packs, as JSON values.
-        num_trained_tokens: positions whose loss mask is above zero; None where only reading all masks would tell.
-        columns: specs of the columns that come with the packs, by name.
-        media: whether images or audio come with the packs.
+        capacity: maximum number of token positions in a pack; at least ``longest_pack``.
+        sequence_multiple: sequences rounded up to this still fit in the capacity.
+        pad_id: the tokenizer's padding id; None if it is unknown.
+        metadata: further information of the file about its packs, as JSON values.
+        num_trained_tokens: number of positions with a loss mask above zero; None if only reading all masks would show
+            it.
+        columns: specs of the columns that are read with the packs, by name.
+        media: whether images or audio are read with the packs.
     """
 
     num_packs: int
@@ -92,7 +94,7 @@ class PackedSpec:
     media: bool = False
 
     def package_metadata(self) -> dict[str, Any]:
-        """The package metadata of a file of these packs, as JSON values; ``PackedReader`` reads them."""
+        """The package metadata for a file of these packs, as JSON values; ``PackedReader`` reads them."""
         keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
         values = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
         columns = {name: spec.encode() for name, spec in self.columns.items()}
@@ -100,48 +102,49 @@ class PackedSpec:
         return values | {"columns": columns} if columns else values
 
     def column_nbytes(self) -> int:
-        """Bytes that the values of all columns take."""
+        """Size of the values of all columns in bytes."""
         return sum(num_rows_in(self, spec.per) * spec.row_nbytes for spec in self.columns.values())
 
 
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. It cannot be pickled: each process opens its own.
 
-    A format implements ``_open``, which sets ``identity``, ``num_packs``, ``_dtypes``, and ``spec`` where that costs no
-    pass over packs; and either ``_run`` and ``_token_offsets``, or ``read`` and ``_runs``.
+    A format implements ``_open``, which sets ``identity``, ``num_packs``, ``_dtypes``, and also ``spec`` if that needs
+    no pass over packs; and either ``_run`` and ``_token_offsets``, or ``read`` and ``_runs``.
 
     Args:
-        path: what is opened.
-        mask_alignment: of its loss masks, where the format does not say.
-        options: of the format, keywords of its ``_open``. One that several formats have is ``columns``: names of the
-            columns that packs come with; None is all.
+        path: the path to open.
+        mask_alignment: alignment of its loss masks, if the format does not define it.
+        options: options of the format, keywords of its ``_open``. Several formats have ``columns``: names of the
+            columns to read with packs; None for all.
 
     Attributes:
-        label_only: of a format with label-aligned masks alone, what the error says if the caller asks for another
+        label_only: for a format that only has label-aligned masks, the error text if the caller asks for another
             alignment, whose name replaces ``{}``; "" for all other formats.
-        path: what was opened.
-        identity: an id, or sizes and times of change. It differs where the content differs, as far as that can be told
+        path: the path that was opened.
+        identity: an id, or sizes and modification times. It differs if the content differs, as far as that is known
             without reading all of it.
-        num_packs: how many packs there are.
-        columns: specs of the columns that packs come with, by name.
-        has_media: whether images or audio come with the packs.
-        notes: sentences for people: what the file does not say and was assumed, and what was corrected.
+        num_packs: number of packs.
+        columns: specs of the columns that are read with packs, by name.
+        has_media: whether images or audio are read with the packs.
+        notes: sentences for people: missing information that was assumed, and corrections that were made.
 
     Raises:
-        FormatError: no such alignment, or none that the format can have; or the file breaks a rule of its format.
+        FormatError: the alignment does not exist or is impossible for the format; or the file breaks a rule of its
+            format.
     """
 
     label_only: ClassVar[str] = ""
     identity: str
     num_packs: int
     has_media: bool = False
-    # Of the ids and masks that ``read`` and ``runs`` give.
+    # Dtypes of the ids and masks returned by ``read`` and ``runs``.
     _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
-    # Where each pack begins among the tokens of all packs, and where the last one ends: [packs + 1].
+    # Start of each pack among the tokens of all packs, and end of the last one: [packs + 1].
     _token_offsets: NDArray[np.int64]
-    # What the file says in the words of this package; it may hold anything, and files of other writers have none.
+    # The package metadata of the file; untrusted, and empty in files of other writers.
     _package_metadata: Mapping[str, Any] = {}
-    # Whether the file itself says how its masks are aligned.
+    # Whether the file itself defines the alignment of its masks.
     _states_alignment = False
 
     def __init__(
@@ -155,7 +158,7 @@ class PackedReader(ABC):
             raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
         self._open(**options)
         if self._assumes_labels():
-            with suppress(SequenceError):  # the caller meets it when the packs are read
+            with suppress(SequenceError):  # the caller gets the error when reading the packs
                 if (run := next(iter(self._runs()), None)) is not None:
                     self._refuse_token_masks(run.unplaced, len(run.seq_starts))
 
@@ -164,10 +167,10 @@ class PackedReader(ABC):
         """Open the path, and check what can be checked without reading all of it."""
 
     def _take_alignment(self, file_alignment: object = None) -> None:
-        """Take the mask alignment that the file states, if it states one, and note how masks are changed.
+        """Use the mask alignment stored in the file, if there is one, and note how masks are converted.
 
         Raises:
-            FormatError: the caller asked for another alignment than the file states: masks would be shifted twice.
+            FormatError: the caller asked for another alignment than that of the file: masks would be shifted twice.
         """
         if file_alignment in MASK_ALIGNMENTS:
             self._states_alignment = True
@@ -181,14 +184,14 @@ class PackedReader(ABC):
             self.notes.append(ALIGNMENT_NOTES[self.alignment])
 
     def _assumes_labels(self) -> bool:
-        """Whether masks are taken as label-aligned, and neither the format nor the file says so."""
+        """Return whether masks are assumed to be label-aligned because neither the format nor the file defines it."""
         return self.alignment == "label" and not self.label_only and not self._states_alignment
 
     def _refuse_token_masks(self, num_set_ends: int, num_sequences: int) -> None:
-        """FormatError where masks are taken as label-aligned and all of the first sequences end in a set value.
+        """Raise FormatError if masks are assumed to be label-aligned, but the first sequences all end in a set value.
 
-        A label-aligned mask has no set value there, as nothing is predicted behind the end. A token-aligned mask has
-        one wherever an answer is trained to its end.
+        A label-aligned mask is not set there, because nothing is predicted after the end. A token-aligned mask is set
+        there whenever an answer is trained to its end.
         """
         if self._assumes_labels() and 0 < num_sequences == num_set_ends:
             raise FormatError(
@@ -198,40 +201,43 @@ class PackedReader(ABC):
             )
 
     def require_judged(self, columns: Collection[str], remedy: str) -> None:
-        """FormatError where a column says that answers are bad and is not among ``columns``; see ``shard.judged``."""
+        """Raise FormatError if a column marks bad answers and is not among ``columns``. See ``shard.judged``."""
         every = column_specs_of(self._package_metadata, self.path, None)
         require_judged(self.path, every, every.__getitem__, self.stated[1], columns, remedy)
 
     @property
     def stated(self) -> tuple[int | None, Mapping[str, Any]]:
-        """The padding id and the metadata of the spec that the package metadata state; costs no pass."""
+        """The padding id and the metadata of the spec from the package metadata, without a pass over the file."""
         metadata = self._package_metadata.get("metadata")
         return int_within(self._package_metadata, "pad_id", 0), metadata if isinstance(metadata, dict) else {}
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """The spec; the first call may cost one pass over the lengths of packs."""
+        """The spec. The first access may need one pass over the lengths of packs."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return self.num_packs
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``; arrays are read-only where they are views. The caller keeps 0 <= index < ``len(self)``.
+        """Return pack ``index``; views are read-only. The caller ensures 0 <= index < ``len(self)``.
 
         Raises:
             SequenceError: the pack breaks a rule.
-            FormatError: the file cannot be read, or has changed since it was opened.
+            FormatError: the file is unreadable or has changed since it was opened.
         """
         return self._run(index, index + 1).pack(0)
 
     def runs(self) -> Iterator[PackRun]:
-        """All packs in order, in runs of about ``RUN_TOKENS`` tokens and at least one pack. Raises as ``read``."""
+        """Yield all packs in order, in runs of about ``RUN_TOKENS`` tokens and at least one pack.
+
+        Errors as in ``read``.
+        """
         unplaced = 0
         for run in self._runs():
             unplaced += run.unplaced
             yield run
-        # Counted over a whole pass, and noted once however many passes there are.
+        # Counted over a whole pass, and noted once for any number of passes.
         if unplaced and (note := unplaced_note(unplaced, self.alignment)) not in self.notes:
             self.notes.append(note)
 
@@ -239,19 +245,19 @@ class PackedReader(ABC):
         return (self._run(first, last) for first, last in run_bounds(self._token_offsets))
 
     def _run(self, first: int, last: int) -> PackRun:
-        """Packs ``first`` up to ``last``, checked against every rule. Raises as ``read``."""
+        """Return packs ``first`` up to ``last``, checked against every rule. Errors as in ``read``."""
         raise NotImplementedError
 
     def _checked(self, first_pack: int, run: PackRun) -> PackRun:
-        """``checked_run`` of packs of the file, with its alignment and dtypes."""
+        """Call ``checked_run`` for packs of the file, with its alignment and dtypes."""
         return checked_run(self.path, first_pack, run, self.alignment, *self._dtypes)
 
     def _make_spec(
         self, num_sequences: int, num_tokens: int, longest_pack: int, capacity: int = 0, **fields: Any
     ) -> PackedSpec:
-        """The spec with these counts, what the package metadata say, where that makes sense, and further fields.
+        """Return the spec with these counts, valid values from the package metadata, and further fields.
 
-        ``capacity`` is taken where the package metadata have none; it is at least the longest pack.
+        ``capacity`` is used if the package metadata have none. It is at least the longest pack.
         """
         values, (pad_id, metadata) = self._package_metadata, self.stated
         said: dict[str, Any] = {
@@ -265,34 +271,34 @@ class PackedReader(ABC):
 
 
 class PackedWriter(Shown, ABC):
-    """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
+    """Packed data being written. As a context manager, a clean exit finalizes, and an exception leaves nothing behind.
 
-    A format implements ``_begin``, which is given the spec and calls ``_make_output`` once it has checked its options,
-    ``_append`` and ``_finish``. Nothing is at ``path`` before ``publish``.
+    A format implements ``_begin``, which gets the spec and calls ``_make_output`` after checking its options,
+    ``_append`` and ``_finish``. Nothing exists at ``path`` before ``publish``.
 
     Args:
-        path: what is written.
-        spec: what is going to be written, which ``complete`` compares with what came; None where that is not known.
-        overwrite: replace what is at ``path``, where it is of ``kind``.
-        lossy: leave out what the format cannot hold, and note it in ``lost``; without it that is an error.
-        options: of the format, keywords of its ``_begin``.
+        path: the path to write.
+        spec: the expected content, which ``complete`` compares with the written content; None if it is not known.
+        overwrite: replace an existing output at ``path`` if it is of ``kind``.
+        lossy: drop what the format cannot store, and note it in ``lost``; otherwise that is an error.
+        options: options of the format, keywords of its ``_begin``.
 
     Attributes:
-        format: the format's name, as ``--to`` takes it.
-        reader: the class that reads what is written.
-        kind: what may be replaced.
+        format: name of the format, as used by ``--to``.
+        reader: the class that reads the output.
+        kind: the kind of output that may be replaced.
         is_folder: whether the format is a folder of files.
-        binary_masks: whether the format's masks hold 0 and 1 only.
-        stores_columns: whether the format can hold columns.
-        stores_media: whether the format can hold images and audio.
-        lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
-            ``"columns"`` that the format could not hold.
+        binary_masks: whether the format's masks can only hold 0 and 1.
+        stores_columns: whether the format can store columns.
+        stores_media: whether the format can store images and audio.
+        lost: what was dropped, one sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
+            ``"columns"`` that the format could not store.
         columns: specs of the columns that are written.
-        found: whether what was to be written was at ``path`` already, and was left there.
+        found: whether an identical output already existed at ``path`` and was kept.
 
     Raises:
-        FormatError: something is at ``path``, or the format has no such option, or cannot hold what the spec announces.
-        OSError: among others, there is no space for all of it.
+        FormatError: ``path`` exists, or the format does not have an option or cannot store what the spec announces.
+        OSError: for example, not enough disk space.
     """
 
     format: ClassVar[str]
@@ -345,17 +351,17 @@ class PackedWriter(Shown, ABC):
 
     @abstractmethod
     def _begin(self, *spec: Any, **options: Any) -> None:
-        """Check the options, make the output, and write what stands before the first pack."""
+        """Check the options, create the output, and write everything before the first pack."""
 
     def _make_output(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
-        """Make the file or folder. OSError: no space for so many bytes and files."""
+        """Create the file or folder. OSError: not enough space for this many bytes and files."""
         require_space(self._path, nbytes, files)
         make = new_folder if self.is_folder else new_file
         self._output = make(self._path, self.kind, overwrite=self._overwrite)
         return self._output
 
     def _drop_columns(self, columns: Iterable[str]) -> None:
-        """Note in ``lost`` that columns are not written. FormatError where loss is not allowed."""
+        """Note in ``lost`` that columns are not written. FormatError: loss is not allowed."""
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
             raise FormatError(
@@ -365,12 +371,12 @@ class PackedWriter(Shown, ABC):
         self.lost["columns"] = f"columns {names}: the format has no place for them"
 
     def write(self, run: PackRun) -> PackRun:
-        """Append packs, and return them as the format gives them back: without what it has no place for.
+        """Append packs. Return them as the format will return them: without what it cannot store.
 
         Raises:
-            FormatError: the format cannot hold columns, or loss weights other than 0 and 1, and loss is not allowed;
-                or the run has other columns than were announced; or the writer is finished.
-            SequenceError: a pack does not fit what the spec announced, or has an id beyond its vocabulary.
+            FormatError: the format cannot store columns, or loss weights other than 0 and 1, and loss is not allowed;
+                or the columns differ from the announced ones; or the writer is finished.
+            SequenceError: a pack does not match the announced spec, or has an id outside its vocabulary.
         """
         self._require_open()
         if self._vocab_size is not None:
@@ -396,7 +402,7 @@ class PackedWriter(Shown, ABC):
         return run
 
     def _binary_mask(self, run: PackRun) -> NDArray[np.uint8]:
-        """The mask as 0 and 1. FormatError where that changes a weight and loss is not allowed."""
+        """Return the mask as 0 and 1. FormatError: that would change a weight, and loss is not allowed."""
         mask: NDArray[Any] = run.loss_mask
         weights = (mask != 0) & (mask != 1)
         if (at := first_true(weights)) is not None:
@@ -411,16 +417,16 @@ class PackedWriter(Shown, ABC):
         return (mask > 0).astype(np.uint8)
 
     def _pack_of_token(self, run: PackRun, token: int) -> int:
-        """Number, among all packs, of the pack that holds token ``token`` of the run being written."""
+        """Return the number, among all packs, of the pack that holds token ``token`` of the current run."""
         return self._counts.num_packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
 
     def _require_ids_fit(self, run: PackRun, dtype: np.dtype[Any]) -> None:
-        """SequenceError unless the ids of a run fit the integer dtype in which they are written."""
+        """Raise SequenceError unless the ids of a run fit in the integer dtype in which they are written."""
         largest = int(np.iinfo(dtype).max)
         self._require_ids_within(run, largest, f" in {dtype}, at most {largest}")
 
     def _require_ids_within(self, run: PackRun, largest: int, limit: str) -> None:
-        """SequenceError, which names the largest id and ``limit``, unless no id of a run is above ``largest``."""
+        """Raise SequenceError, with the largest id and ``limit``, unless no id of a run is above ``largest``."""
         if run.tokens.max(initial=0) > largest:
             at = int(np.argmax(run.tokens))
             raise SequenceError(self._path, self._pack_of_token(run, at), f"id {run.tokens[at]}{limit}")
@@ -430,10 +436,10 @@ class PackedWriter(Shown, ABC):
             raise FormatError(f"{self._path}: this writer is finished; open another one")
 
     def complete(self) -> None:
-        """Write what follows the last pack, so that ``reread`` can read all of it; may be called twice.
+        """Write everything after the last pack, so that ``reread`` can read all of it. Can be called twice.
 
         Raises:
-            FormatError: other packs were written than the spec announced, whose counts the file may begin with.
+            FormatError: the written packs differ from the announced spec, whose counts the file may begin with.
         """
         if not self._is_complete:
             self._require_all()
@@ -441,7 +447,7 @@ class PackedWriter(Shown, ABC):
             self._is_complete = True
 
     def _require_all(self) -> None:
-        """FormatError unless as much was written as was announced."""
+        """Raise FormatError unless all announced packs were written."""
         written, expected = (
             (counts.num_packs, counts.num_sequences, counts.num_tokens)
             for counts in (self._counts, self._spec or self._counts)
@@ -458,26 +464,26 @@ class PackedWriter(Shown, ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Write what follows the last pack."""
+        """Write everything after the last pack."""
 
     def reread(self) -> PackedReader:
-        """A reader of what was written. The caller must have called ``complete``, and not ``publish`` yet."""
+        """Return a reader of the output. Call it after ``complete`` and before ``publish``."""
         options: dict[str, Any] = {"columns": None} if self.stores_columns else {}
         return self.reader(self._output.temporary, **options)
 
     def publish(self) -> None:
-        """Put what was written at ``path``, synced to disk. The caller must have called ``complete``."""
+        """Move the output to ``path``, synced to disk. Call it after ``complete``."""
         self._output.publish()
 
     def finalize(self) -> dict[str, Any]:
-        """Complete and publish what was written; where that fails, remove it. May be called twice.
+        """Complete and publish the output; after a failure, remove it. Can be called twice.
 
         Returns:
-            A summary of what was written; its keys depend on the format.
+            A summary of the output; its keys depend on the format.
 
         Raises:
-            FormatError: other packs were written than announced, or something has appeared at ``path``.
-            OSError: the system refuses, such as on a full disk.
+            FormatError: other packs were written than announced, or ``path`` now exists.
+            OSError: an error of the system, such as a full disk.
         """
         if not self._is_published:
             try:
@@ -490,8 +496,8 @@ class PackedWriter(Shown, ABC):
         return {"format": self.format, "num_packs": self._counts.num_packs}
 
     def abandon(self) -> None:
-        """Remove what was written; does nothing after ``finalize`` or another ``abandon``."""
-        if hasattr(self, "_output"):  # else _begin refused before anything was made
+        """Remove the output. Does nothing after ``finalize`` or another ``abandon``."""
+        if hasattr(self, "_output"):  # otherwise _begin failed before creating anything
             self._output.abandon()
 
     def __enter__(self) -> Self:
@@ -506,7 +512,7 @@ class PackedWriter(Shown, ABC):
 
 @dataclass(eq=False)
 class PackCounts:
-    """How many packs, sequences and tokens some runs hold in all."""
+    """Total numbers of packs, sequences and tokens of several runs."""
 
     num_packs: int = 0
     num_sequences: int = 0
@@ -521,27 +527,27 @@ class PackCounts:
         self.longest_pack = max(self.longest_pack, int(run.pack_lengths.max(initial=0)))
 
 
-# ---- what files of other formats hold ----
+# ---- values in files of other formats ----
 
 
 def unplaced_note(count: int, alignment: MaskAlignment) -> str:
-    """A sentence for ``PackedReader.notes``: which mask values ``label_aligned`` left out, ``count`` in all."""
+    """Return a sentence for ``PackedReader.notes`` about the ``count`` mask values that ``label_aligned`` dropped."""
     if alignment == "label":
         return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
     return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
 
 
 def checked_alignment(path: str, alignment: str) -> MaskAlignment:
-    """The mask alignment of this name. FormatError where there is none."""
+    """Return the mask alignment of this name. FormatError: it does not exist."""
     if alignment not in MASK_ALIGNMENTS:
         raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
     return alignment
 
 
 def recogniser(looks_right: Callable[[str], bool]) -> Callable[[str], bool]:
-    """A function that says whether a path is of some kind, made of one that files of other kinds may break in any way.
+    """Make a function that detects a kind of path from one that may fail in any way for other kinds.
 
-    StorageError: an object store did not answer, so that something may be there or not.
+    StorageError: an object store did not answer, so it is unknown what is there.
     """
 
     @wraps(looks_right)
@@ -557,7 +563,7 @@ def recogniser(looks_right: Callable[[str], bool]) -> Callable[[str], bool]:
 
 
 def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
-    """Ranges of an array end to end; a view where each begins where the one before ends."""
+    """Concatenate ranges of an array; returns a view if they are adjacent."""
     if not len(starts):
         return values[:0]
     if len(starts) == 1 or (starts[1:] == stops[:-1]).all():
@@ -566,13 +572,13 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
 
 
 def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, min_gap: int = 0) -> int | None:
-    """Number of the first range that leaves a file or begins too early; None where all are good. Never overflows.
+    """Return the number of the first range outside a file or with an overlap; None if all are good. Never overflows.
 
     Args:
         starts: first byte of each range [ranges].
-        lengths: bytes of each range [ranges].
-        size: bytes of the file.
-        min_gap: bytes that must lie between the end of a range and the start of the next.
+        lengths: size of each range in bytes [ranges].
+        size: size of the file in bytes.
+        min_gap: minimum number of bytes between the end of a range and the start of the next.
     """
     bad = (starts < 0) | (lengths < 0) | (starts > size) | (lengths > size)
     ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
@@ -582,12 +588,12 @@ def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size:
 
 
 def file_identity(*paths: str) -> str:
-    """Sizes and times of change of files; it differs where one of them was written anew."""
+    """Return sizes and modification times of files; the result differs if one of them was rewritten."""
     return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in map(os.stat, paths))
 
 
 def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and its bytes. FormatError where there is none, OSError where it cannot be read."""
+    """Return the JSON object in a file, and its bytes. FormatError: there is none. OSError: the file is unreadable."""
     raw = read_beginning(path, _MAX_JSON_NBYTES + 1)
     if len(raw) > _MAX_JSON_NBYTES:
         raise FormatError(f"{path}: more than {_MAX_JSON_NBYTES} bytes, expected one JSON object of less")
@@ -604,7 +610,7 @@ def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
 
 
 def encode_json(path: str, value: Any) -> bytes:
-    """JSON with sorted keys. FormatError, with the path of the file that is written, where a value cannot be stored."""
+    """Encode JSON with sorted keys. FormatError, with the path of the output: a value cannot be stored."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
@@ -613,21 +619,21 @@ def encode_json(path: str, value: Any) -> bytes:
 
 
 def int_within(values: Mapping[str, Any], key: str, minimum: int = 1, maximum: int = MAX_CAPACITY) -> int | None:
-    """The value at ``key`` where it is a whole number within bounds; None where it is anything else or missing."""
+    """Return the value at ``key`` if it is an integer within bounds, else None."""
     value = values.get(key)
     return value if type(value) is int and minimum <= value <= maximum else None
 
 
 def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
-    """The specs of columns in the package metadata of a file.
+    """Return the specs of columns in the package metadata of a file.
 
     Args:
         values: the package metadata.
-        path: of the file, for errors.
+        path: path of the file, for errors.
         chosen: names of the columns to return; None for all.
 
     Raises:
-        FormatError: an entry is no spec of a column, or a chosen column is not there.
+        FormatError: an entry is not a spec of a column, or a chosen column does not exist.
     """
     encoded = values.get("columns", {})
     try:

@@ -1,13 +1,13 @@
-"""What Megatron-Bridge wants of a packed file: padding stored in its packs, and a JSON summary next to it.
+"""Support for Megatron-Bridge's packed files: stored padding, and a JSON summary next to the file.
 
-Under context parallelism, and for CUDA graphs, Bridge's packed data set takes the options ``pad_seq_to_mult`` and
-``pad_cu_seqlens``. Neither pads anything as it reads. Sequences have to be stored padded with the tokenizer's
-end-of-sequence id (``Padding``), and a summary has to say the longest sequence and the most sequences of a pack
-(``PackMeasure``). Both count positions of Bridge's batches, which cut the last token off every sequence: a sequence
-of n tokens takes n - 1 positions.
+For context parallelism and CUDA graphs, Bridge's packed dataset has the options ``pad_seq_to_mult`` and
+``pad_cu_seqlens``. Neither of them pads while reading. The sequences must be stored padded with the tokenizer's
+end-of-sequence id (``Padding``), and a summary must have the longest sequence and the largest number of sequences per
+pack (``PackMeasure``). Both count positions of Bridge's batches, which drop the last token of every sequence: a
+sequence of n tokens takes n - 1 positions.
 
-Only ``convert`` pads, and only where it writes Parquet. Each ``.npy`` gets a summary: Bridge's builder opens none
-without one.
+Only ``convert`` pads, and only for Parquet output. Each ``.npy`` gets a summary, because Bridge's builder opens none
+without it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from megatron_sft_idx.packs.run import Column, PackRun, first_true
 from megatron_sft_idx.storage.outputs import may_replace
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve
 
-# The key of ``PackedSpec.metadata`` where packs are stored with padding (``Padding``).
+# The key of ``PackedSpec.metadata`` for packs stored with padding (``Padding``).
 BRIDGE_PADDING_KEY = "bridge_padding"
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How sequences are stored for Bridge.
+    """How to store sequences for Bridge.
 
     Attributes:
-        multiple: each sequence takes a multiple of so many positions of a batch: 2 x context parallel size, times the
-            tensor parallel size under sequence parallelism. 1 stores sequences as they are.
-        eod_id: the id that sequences are filled up with, the tokenizer's end of sequence, by which Bridge finds where
-            padding begins. It may be None only where ``multiple`` is 1.
+        multiple: each sequence takes a multiple of this many positions of a batch: 2 x context parallel size, times the
+            tensor parallel size under sequence parallelism. 1 stores sequences without padding.
+        eod_id: the padding id, which is the tokenizer's end of sequence; Bridge uses it to find the start of padding.
+            It may be None only if ``multiple`` is 1.
     """
 
     multiple: int
     eod_id: int | None = None
 
     def positions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions of a batch that sequences of so many tokens take, padding included: int64, as ``lengths``."""
+        """Return the batch positions of sequences of these lengths, including padding: int64, like ``lengths``."""
         return -(-(lengths - 1) // self.multiple) * self.multiple
 
     def pad(self, run: PackRun) -> PackRun:
-        """The same packs with every sequence filled up; in padding, the mask and columns of tokens are 0."""
+        """Return the same packs with every sequence padded. In padding, the mask and columns of tokens are 0."""
         lengths = run.sequence_lengths()
         padded_lengths = self.positions(lengths) + 1
         padded_starts = np.cumsum(padded_lengths) - padded_lengths
@@ -74,7 +74,7 @@ class Padding:
 
 
 class _Summary(NamedTuple):
-    """What Bridge reads next to a packed file, under its names of the values, in positions of its batches."""
+    """The values that Bridge reads next to a packed file, under its names, in positions of its batches."""
 
     dataset_max_seqlen: int
     max_samples_per_bin: int
@@ -91,13 +91,13 @@ class PackMeasure:
     """Measures packs, run by run, in positions of Bridge's batches.
 
     Args:
-        path: of what the packs come from, for errors.
-        padding: how the packs will be padded; they are measured before that.
-        capacity: most positions of a pack; None takes as many as the longest one has.
+        path: path of the packs' source, for errors.
+        padding: padding that will be applied; the packs are measured before that.
+        capacity: maximum number of positions in a pack; None uses the length of the longest one.
 
     Attributes:
-        num_positions: of all packs so far, padding included.
-        longest_pack: tokens of the longest pack so far, padding included.
+        num_positions: number of positions of all packs so far, including padding.
+        longest_pack: number of tokens of the longest pack so far, including padding.
     """
 
     def __init__(self, path: str, padding: Padding, capacity: int | None) -> None:
@@ -107,7 +107,7 @@ class PackMeasure:
         self.num_positions = self.longest_pack = 0
 
     def add(self, run: PackRun) -> None:
-        """Measure the next packs. SequenceError where one does not fit the capacity once its sequences are padded."""
+        """Measure the next packs. SequenceError: one does not fit in the capacity after padding."""
         positions = self._padding.positions(run.sequence_lengths())
         of_packs = run.sums_by_pack(positions)
         if self._capacity is not None and (pack := first_true(of_packs > self._capacity)) is not None:
@@ -128,7 +128,7 @@ class PackMeasure:
         self._num_sequences += len(positions)
 
     def summary(self) -> bytes | None:
-        """What Bridge reads next to the file; None where there are no packs, of which it reads no file."""
+        """Return the summary for Bridge; None without packs, because Bridge does not read such a file."""
         if not self._num_packs:
             return None
         size = self._capacity or self._most_positions
@@ -145,19 +145,20 @@ class PackMeasure:
 def measure_padded(
     path: str, runs: Iterable[PackRun], padding: Padding, spec: PackedSpec
 ) -> tuple[PackedSpec, bytes | None]:
-    """Measure packs as they will be stored with padding: their spec, and the bytes of the summary that Bridge reads.
+    """Measure packs as they will be stored with padding. Return their spec, and the bytes of the summary for Bridge.
 
-    Stored packs may be longer than the capacity of a batch. With multiple 1 the spec is the one that was given.
+    Stored packs may be longer than the capacity of a batch. With multiple 1, the spec is the given one.
 
     Args:
-        path: the source's, for errors.
+        path: path of the source, for errors.
         runs: all of its packs, without padding.
+        padding: padding that will be applied.
         padding: how they will be padded.
-        spec: of the packs without padding.
+        spec: spec of the packs without padding.
 
     Raises:
         FormatError: there are no packs, or no id to pad with.
-        SequenceError: a pack does not fit the capacity once its sequences are padded.
+        SequenceError: a pack does not fit in the capacity after padding.
     """
     multiple, eod_id = padding.multiple, padding.eod_id
     if not spec.num_packs:
@@ -189,7 +190,7 @@ SUMMARY_SUFFIX = ".json"
 
 
 def summary_path(destination: str) -> str:
-    """Where the summary of a file goes; Bridge takes this path as its option ``packed_metadata_path``."""
+    """Return the path of a file's summary. It is the value for Bridge's option ``packed_metadata_path``."""
     return destination + SUMMARY_SUFFIX
 
 
@@ -198,7 +199,7 @@ _MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
 
 @recogniser
 def _is_summary(path: str) -> bool:
-    """Whether a file is, byte by byte, as ``_Summary.encode`` writes it; Bridge's own has the same keys, but spaces."""
+    """Return whether a file has exactly the form of ``_Summary.encode``. Bridge's own has the same keys, but spaces."""
     content = head_of(path, _MAX_SUMMARY_NBYTES)
     (entry,) = orjson.loads(content)
     summary = _Summary(*map(entry.get, _Summary._fields))
@@ -209,9 +210,9 @@ SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge
 
 
 def check_summary_place(destination: str, *, overwrite: bool, written: bool) -> None:
-    """FormatError where the summary of a file may not be written, or an older one not be removed.
+    """Raise FormatError if the summary of a file may not be written, or an older one may not be removed.
 
-    For a file that gets no summary, a file at that path that is no such summary is ignored.
+    For a file without a summary, an unrelated file at that path is ignored.
     """
     path = summary_path(destination)
     if written or _is_summary(path):

@@ -1,7 +1,7 @@
-"""``convert``: packed data of one format to another, in a stream.
+"""``convert``: convert packed data from one format to another, as a stream.
 
-What was written is read again and compared with the source, array by array (``ContentHash``), before it replaces
-anything. The same source and options give the same bytes.
+The output is read again and compared with the source, array by array (``ContentHash``), before it replaces anything.
+The same source and options give the same bytes.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megatron_sft_idx.storage.publish import Place, require_apart
 
 
 class ContentHash(PackCounts):
-    """A running hash of each array of packs, the same in whichever runs the packs come.
+    """A running hash of each array of packs, independent of the division into runs.
 
-    Before values are hashed, ids become int32, masks float32, lengths and counts int64, all little-endian; those of
-    columns have the dtype that their spec says.
+    Before hashing, ids are converted to int32, masks to float32, and lengths and counts to int64, all little-endian.
+    Columns have the dtype of their spec.
 
     Attributes:
-        num_trained_tokens: positions whose mask is not 0, so far.
+        num_trained_tokens: number of positions so far with a mask other than 0.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_trained_tokens = 0
-        self._hashes: dict[str, StreamHash] = {}  # by what people call each array
+        self._hashes: dict[str, StreamHash] = {}  # by the display name of each array
 
     def add(self, run: PackRun) -> None:
         """Count and hash the next packs."""
@@ -69,7 +69,7 @@ class ContentHash(PackCounts):
         ):
             array_hash = self._hashes.setdefault(name, StreamHash())
             array_hash.update(np.ascontiguousarray(values, dtype).reshape(-1))
-        # Runs without any may be of a source that has none, which a joined result cannot tell.
+        # Runs without media may be from a source that has none, which a joined result cannot show.
         if run.media is not None and len(run.media):
             items, blobs = run.media.items, run.media.blobs
             first = self.num_sequences - len(run.media.counts)
@@ -80,7 +80,7 @@ class ContentHash(PackCounts):
                 self._hashes.setdefault(name, StreamHash()).update(values)
 
     def differences(self, other: ContentHash) -> list[str]:
-        """What people call the arrays that differ."""
+        """Return the display names of the arrays that differ."""
         ours, theirs = (
             {name: array_hash.checksum() for name, array_hash in one._hashes.items()} for one in (self, other)
         )
@@ -89,23 +89,23 @@ class ContentHash(PackCounts):
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How packs are read and written.
+    """Options for reading and writing packs.
 
     Attributes:
-        source_format: name of the source's format; None has it recognised by content.
-        mask_alignment: of the source's loss masks, where its format does not say.
-        capacity: most token positions a pack may hold, for sources that do not know it; None takes what they say.
-        overwrite: replace what is at the destination.
-        lossy: leave out what the destination's format cannot hold; without it that is an error.
-        verify: read the result again and compare it with what was read from the source.
-        padding: for ``parquet`` alone: store sequences as Megatron-Bridge wants them under context parallelism, and
-            write the summary that it reads to ``bridge.summary_path``.
-        reader: options of the source's ``Reader``. For any format ``columns``, the names of columns to convert; None
-            is all.
+        source_format: name of the source's format; None to detect it from the content.
+        mask_alignment: alignment of the source's loss masks, if its format does not define it.
+        capacity: maximum number of token positions in a pack, for sources that do not have it; None uses theirs.
+        overwrite: replace an existing output at the destination.
+        lossy: drop what the destination's format cannot store; otherwise that is an error.
+        verify: read the result again and compare it with the data read from the source.
+        padding: only for ``parquet``: store sequences with padding for Megatron-Bridge under context parallelism, and
+            write its summary to ``bridge.summary_path``.
+        reader: options of the source's ``Reader``. All formats have ``columns``, the names of columns to convert; None
+            for all.
         writer: options of the destination's ``Writer``.
 
     Raises:
-        FormatError: a capacity that is no whole number from 1 on.
+        FormatError: the capacity is not an integer of at least 1.
     """
 
     source_format: str | None = None
@@ -125,17 +125,17 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source_format: name of the source's format.
-        paths: of the files, folders or shards that were read, in order.
-        content: counts and hashes of what was written, padding included.
-        spec: of what was written.
-        notes: sentences on what the source left open or had wrong (``PackedReader.notes``).
-        lost: sentences on what was left out (``PackedWriter.lost``).
-        verified: the result was read again and is equal to the source in everything not lost.
-        found: the result was there already.
+        paths: paths of the files, folders or shards that were read, in order.
+        content: counts and hashes of the output, including padding.
+        spec: spec of the output.
+        notes: sentences on missing or wrong information in the source (``PackedReader.notes``).
+        lost: sentences on what was dropped (``PackedWriter.lost``).
+        verified: the result was read again and is equal to the source, except for what was dropped.
+        found: the result already existed.
     """
 
     source_format: str
@@ -156,21 +156,21 @@ def convert(
     *,
     on_pass: Callable[[str, int], Update] | None = None,
 ) -> ConvertReport:
-    """Convert packed data; several sources of one format become one result.
+    """Convert packed data. Several sources of one format become one result.
 
-    Heap stays below 256 MiB, but for a format that can only be read whole (``npy``).
+    Heap memory stays below 256 MiB, except for a format that can only be read as a whole (``npy``).
 
     Args:
-        source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
+        source: path, glob, folder, or a list of these, as in ``open_dataset``.
         destination: file, folder or prefix to write.
-        to: name of its format.
-        options: how.
-        on_pass: called as a pass over the data begins, with the pass's name and the number of tokens. It returns a
-            function that is called after each run with its tokens and packs.
+        to: name of the output format.
+        options: options for reading and writing.
+        on_pass: called at the beginning of each pass over the data, with the pass's name and the number of tokens. It
+            returns a function that is called after each run with its tokens and packs.
 
     Raises:
-        FormatError: a source that is not what its format says, a destination that is taken or is a source, something
-            that the destination's format cannot hold, or a result that differs from the source.
+        FormatError: a source does not match its format, the destination exists or is a source, the destination's format
+            cannot store something, or the result differs from the source.
         SequenceError: a pack breaks a rule.
     """
     options, destination = options or ConvertOptions(), os.fspath(destination)
@@ -198,7 +198,7 @@ def convert(
     if padding is not None:
         spec, summary = measure_padded(paths[0], runs_of_pass(reader_of_all.runs(), "measuring"), padding, spec)
     with create(destination, to, spec, overwrite=options.overwrite, lossy=options.lossy, **options.writer) as writer:
-        # Padded only in the dtype of the output: that of a single source may not hold the id that is padded with.
+        # Padded only in the output dtype: that of a single source might not be able to hold the padding id.
         runs = (_as_written(run, spec) for run in reader_of_all.runs())
         for run in runs_of_pass(runs if padding is None else map(padding.pad, runs), "converting"):
             _require_room(run, spec, paths[0], content.num_packs)
@@ -216,7 +216,7 @@ def convert(
 
 
 def _check_places(name: str, paths: list[str], destination: str, to: str, options: ConvertOptions) -> None:
-    """FormatError where the destination is taken, or is one of the sources; nothing is written yet."""
+    """Raise FormatError if the destination exists or is one of the sources; nothing is written yet."""
     padded = options.padding is not None
     summarised = padded or to == "npy"
     read = [place for path in paths for place in places(path, name, "the source")]
@@ -234,7 +234,7 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
 
 
 def _require_judged(name: str, paths: Sequence[str], options: ConvertOptions) -> None:
-    """FormatError where the columns that are left out say which answers are bad, unless loss is allowed."""
+    """Raise FormatError if dropped columns mark bad answers, unless loss is allowed."""
     kept = options.reader.get("columns")
     if kept is None or options.lossy:
         return
@@ -245,10 +245,10 @@ def _require_judged(name: str, paths: Sequence[str], options: ConvertOptions) ->
 
 
 def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, Any]:
-    """What the source's ``Reader`` is opened with; without a choice of columns, all that there are.
+    """Return the options for the source's ``Reader``; without a choice of columns, all of them.
 
     Raises:
-        FormatError: columns are asked for by name, of a format that has none.
+        FormatError: columns are requested by name for a format that has none.
     """
     known, reader_options = options_of_reader(name), dict(options.reader)
     columns = reader_options.pop("columns", None)
@@ -257,17 +257,17 @@ def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, 
     elif columns:
         raise FormatError(f"{path}: columns {', '.join(columns)}: a {name} source has none; leave them out")
     if "capacity" in known and options.capacity is not None:
-        # Packers of this format exceed the capacity that they were given, by an amount that its reader knows.
+        # Packers of this format exceed their capacity by an amount that its reader knows.
         reader_options["capacity"] = options.capacity
     return reader_options
 
 
 def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpec:
-    """The spec that the writer is given.
+    """Return the spec for the writer.
 
     Raises:
         FormatError: the source is padded for Megatron-Bridge, or its masks would be shifted twice.
-        SequenceError: a pack is longer than the capacity that was asked for.
+        SequenceError: a pack is longer than the requested capacity.
     """
     spec = source.spec
     for path, single in zip(source.paths, source.specs, strict=True):
@@ -295,7 +295,10 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
 
 
 def _as_written(run: PackRun, spec: PackedSpec) -> PackRun:
-    """A run with the dtypes and columns of ``spec``: a single source may have narrower dtypes, or more columns."""
+    """Return a run with the dtypes and columns of ``spec``.
+
+    A single source may have narrower dtypes or more columns.
+    """
     tokens = run.tokens.astype(spec.token_dtype, copy=False)
     mask = run.loss_mask.astype(spec.mask_dtype, copy=False)
     columns = {name: run.columns[name] for name in spec.columns}
@@ -303,7 +306,7 @@ def _as_written(run: PackRun, spec: PackedSpec) -> PackRun:
 
 
 def _require_room(run: PackRun, spec: PackedSpec, path: str, first_pack: int) -> None:
-    """SequenceError unless packs keep a capacity that was asked for with sequences rounded up, as the spec promises."""
+    """Raise SequenceError unless packs with rounded-up sequences fit in the requested capacity."""
     if (multiple := spec.sequence_multiple) == 1:
         return
     positions = run.padded_lengths(multiple)
@@ -323,7 +326,7 @@ def _verify(
     expected: ContentHash,
     columns: Mapping[str, ColumnSpec],
 ) -> None:
-    """FormatError unless the runs of ``reread``, which reads what was written, and its columns are as expected."""
+    """Raise FormatError unless the runs of ``reread``, which reads the output, and its columns are as expected."""
     found = ContentHash()
     for run in runs:
         found.add(run)

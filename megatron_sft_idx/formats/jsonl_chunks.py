@@ -1,6 +1,6 @@
-"""Packs as lines of JSON in numbered chunks, in the form planned for Megatron-SWIFT's sharded loading.
+"""Packs as JSON lines in numbered chunks, in the form planned for Megatron-SWIFT's sharded loading.
 
-A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
+A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack per line:
 
 ================  ===================================================================================
 ``input_ids``     ids of all sequences end to end
@@ -11,14 +11,14 @@ A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
 ``num_samples``   how many sequences
 ================  ===================================================================================
 
-Other fields are ignored. The format cannot hold loss weights, capacity or padding id.
+Other fields are ignored. The format cannot store loss weights, capacity or padding id.
 
-Columns of a shard are in a field ``columns``, an object: by name, a value for each token, each sequence, or the pack,
-or a list of values where the column is wider than 1. Floats that JSON has no number for are the strings ``"NaN"``,
-``"Infinity"`` and ``"-Infinity"``. A file ``columns.json`` beside the chunks has the specs of the columns.
+Columns of a shard are in a field ``columns``, an object. By name, it has one value for each token, each sequence, or
+the pack, or a list of values if the column is wider than 1. Floats that JSON cannot represent are the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. A file ``columns.json`` next to the chunks has the specs of the columns.
 
-The reader takes a folder whose chunks are complete. ``live.chunks`` trains on one that still grows, with the same
-``ChunkFile``, ``parse_line`` and ``run_of_lines``.
+The reader needs a folder with complete chunks. ``live.chunks`` trains on a growing folder, with the same ``ChunkFile``,
+``parse_line`` and ``run_of_lines``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, checked_run,
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-# The suffix of the file with which a consumer marks a chunk as consumed; the producer may delete both.
+# The suffix of the marker file for a consumed chunk; the producer may delete both.
 COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _BLOCK_NBYTES = 1 << 20
@@ -63,11 +63,11 @@ _MAX_LISTED = 10
 # A digit and a comma for an id, a label and a position.
 _LEAST_TOKEN_NBYTES = 6
 _BLANK = b" \t\r\n"  # JSON's white space
-# A line of more bytes counts as a pack without a look at it: the names of the fields alone are longer.
+# A line with more bytes counts as a pack without being read: the field names alone are longer.
 _MAX_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
-# The file beside the chunks with the specs of their columns, where they have any.
+# The file next to the chunks with the specs of their columns, if they have any.
 COLUMNS_FILE = "columns.json"
 _NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _NONFINITE_NAMES = tuple(_NONFINITE.values())
@@ -81,10 +81,10 @@ def chunk_name(number: int) -> str:
 
 
 def chunk_numbers(folder: str) -> list[int]:
-    """Numbers of the chunks in a folder, ascending. Their names do not sort that way past 99999.
+    """Return the numbers of the chunks in a folder, ascending. The order of their names differs from 100000 on.
 
     Raises:
-        FormatError: a name that is not ``chunk_name`` of its number, such as ``chunk_3.jsonl``; both could be there.
+        FormatError: a name is not the ``chunk_name`` of its number, such as ``chunk_3.jsonl``; both could exist.
     """
     numbers = []
     for name in os.listdir(folder):
@@ -97,12 +97,12 @@ def chunk_numbers(folder: str) -> list[int]:
 
 
 def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
-    """Paths of a folder's chunks in order, and notes for ``PackedReader.notes``.
+    """Return the paths of a folder's chunks in order, and notes for ``PackedReader.notes``.
 
-    A producer deletes chunks that were consumed, beginning with the first: there is a note where they are missing.
+    A producer deletes consumed chunks, beginning with the first. If they are missing, there is a note.
 
     Raises:
-        FormatError: no chunks, a gap between chunks, or a bad name (``chunk_numbers``).
+        FormatError: there are no chunks, a gap between chunks, or a bad name (``chunk_numbers``).
     """
     numbers = chunk_numbers(folder)
     if not numbers:
@@ -116,7 +116,7 @@ def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
 
 
 def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where every line of a chunk begins and ends in bytes, int64 [lines] each; blank lines are left out.
+    """Return begin and end of every line of a chunk in bytes, int64 [lines] each, without blank lines.
 
     Raises:
         FormatError: the last line is incomplete.
@@ -125,7 +125,8 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     size, block = 0, bytearray(_BLOCK_NBYTES)
     with open_regular(path) as file:
         while nbytes := file.readinto(block):
-            # Lines are long: to find one newline after the other is several times as fast as to compare every byte.
+            # Lines are long, so searching for one newline after another is several times as fast as comparing every
+            # byte.
             position = 0
             while position := block.find(b"\n", position, nbytes) + 1:
                 ends.append(size + position)
@@ -150,7 +151,7 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
-    """The bytes ``start`` to ``stop`` of an open chunk. FormatError: it has become shorter than that."""
+    """Return the bytes ``start`` to ``stop`` of an open chunk. FormatError: it is shorter now."""
     raw = b""
     while len(raw) < stop - start and (block := os.pread(fd, stop - start - len(raw), start + len(raw))):
         raw += block
@@ -160,7 +161,7 @@ def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
 
 
 def ends_with_whole_line(path: str) -> bool:
-    """Whether a chunk ends with a whole line, or is empty; only its last line is read."""
+    """Return whether a chunk is empty or ends with a complete line. Reads only its last line."""
     with open_regular(path) as file:
         end, blocks = file.seek(0, os.SEEK_END), [b""]  # the last block first
         while end and b"\n" not in blocks[-1]:
@@ -171,9 +172,9 @@ def ends_with_whole_line(path: str) -> bool:
 
 
 def _is_whole_line(last: bytes) -> bool:
-    """Whether what follows the last newline of a chunk is blank or a whole line.
+    """Return whether the text after the last newline of a chunk is blank or a complete line.
 
-    A whole line is valid JSON, which no beginning of an object is.
+    A complete line is valid JSON; an incomplete object is not.
     """
     if not last.strip(_BLANK):
         return True
@@ -185,12 +186,12 @@ def _is_whole_line(last: bytes) -> bool:
 
 
 class ChunkFile:
-    """An open chunk, whose lines can be read by number.
+    """An open chunk with random access to its lines.
 
-    Opening reads the whole file once to find its lines, of which 16 bytes each are kept.
+    Opening reads the whole file once to find its lines, and keeps 16 bytes for each.
 
     Args:
-        path: of the chunk.
+        path: path of the chunk.
 
     Raises:
         FormatError: its last line is incomplete, or its size changed while it was read.
@@ -208,7 +209,7 @@ class ChunkFile:
         return len(self._starts)
 
     def line(self, index: int) -> bytes:
-        """Line ``index``, blank ones not counted.
+        """Return line ``index``, not counting blank ones.
 
         Raises:
             FormatError: the size of the chunk has changed since it was opened.
@@ -217,7 +218,7 @@ class ChunkFile:
         return _read_line(self._fd, self.path, int(self._starts[index]), int(self._stops[index]))
 
     def line_number(self, index: int) -> int:
-        """The number of line ``index`` in an editor, which counts blank lines, from 1. Reads all bytes before it."""
+        """Return the line number of line ``index`` from 1, including blank lines. Reads all bytes before it."""
         newlines, position, start = 0, 0, int(self._starts[index])
         while position < start:
             block = os.pread(self._fd, min(1 << 20, start - position), position)
@@ -232,15 +233,15 @@ class ChunkFile:
             )
 
     def __del__(self) -> None:
-        # A constructor that failed has no descriptor to close.
+        # If the constructor failed, there is no descriptor to close.
         if (fd := self.__dict__.pop("_fd", None)) is not None:
             os.close(fd)
 
 
 def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> PackRun:
-    """The pack in one line, with these columns, its mask token-aligned; only counts and positions are checked.
+    """Parse the pack in one line, with these columns and a token-aligned mask. Checks only counts and positions.
 
-    ValueError or ArithmeticError says which field is wrong, and how.
+    ValueError or ArithmeticError: the text says which field is wrong, and how.
     """
     fields = orjson.loads(raw)
     if not isinstance(fields, dict):
@@ -273,7 +274,7 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
 
 
 def _column(columns_field: Any, name: str, spec: ColumnSpec, count: int) -> Column:
-    """One column of a line, with ``count`` rows. ValueError or ArithmeticError where the line has no such values."""
+    """Return one column of a line, with ``count`` rows. ValueError or ArithmeticError: the line has no such values."""
     rows = columns_field.get(name) if isinstance(columns_field, dict) else None
     if spec.per == "pack":
         rows = [rows]
@@ -296,7 +297,7 @@ def _column(columns_field: Any, name: str, spec: ColumnSpec, count: int) -> Colu
 
 
 def _json_values(values: NDArray[Any]) -> Any:
-    """Values of a column as ``orjson`` can write them; reading them gives the same values."""
+    """Return values of a column in a form for ``orjson``; reading them gives the same values."""
     if values.dtype.kind != "f":
         return values.tolist() if values.ndim == 0 else np.ascontiguousarray(values)
     if np.isfinite(values).all():
@@ -308,7 +309,10 @@ def _json_values(values: NDArray[Any]) -> Any:
 
 
 def read_column_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
-    """The specs of the chosen columns of a folder's chunks, None for all. Raises as ``column_specs_of``."""
+    """Return the specs of the chosen columns of a folder's chunks (None for all).
+
+    See ``column_specs_of`` for errors.
+    """
     if chosen is not None and not chosen:
         return {}
     path = os.path.join(folder, COLUMNS_FILE)
@@ -317,7 +321,7 @@ def read_column_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, Co
 
 
 def run_of_lines(path: str, first_pack: int, lines: Sequence[PackRun]) -> PackRun:
-    """One or more parsed lines as a run, checked; the path and the number of the first pack are for errors.
+    """Combine parsed lines into a checked run; the path and the number of the first pack are for errors.
 
     Raises:
         SequenceError: a pack breaks a rule.
@@ -326,7 +330,7 @@ def run_of_lines(path: str, first_pack: int, lines: Sequence[PackRun]) -> PackRu
 
 
 def _check_counts(fields: dict[str, Any], counts: dict[str, int], lengths: NDArray[np.int64]) -> None:
-    """ValueError unless all counts of tokens in a line are equal, and both of sequences."""
+    """Raise ValueError unless all counts of tokens in a line are equal, and both counts of sequences."""
     tokens, total = counts["input_ids"], int(lengths.sum())
     if not len(lengths) or (lengths < 1).any() or (lengths > tokens).any():
         raise ValueError(f"lengths {lengths[:20].tolist()}, expected one or more sequences of 1 to {tokens} tokens")
@@ -340,7 +344,7 @@ def _check_counts(fields: dict[str, Any], counts: dict[str, int], lengths: NDArr
 
 
 def _integers(value: Any, name: str) -> NDArray[np.int64]:
-    # Types are checked before, as numpy takes true for 1.
+    # Types are checked first, because numpy would accept true as 1.
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} is no list of whole numbers")
     try:
@@ -349,17 +353,17 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
         raise ValueError(f"{name} holds numbers that are far outside any id or length") from None
 
 
-# Bytes of a first line that are read at most to recognise a file.
+# Maximum number of bytes of the first line to read for format detection.
 _MAX_HEAD_NBYTES = 32 << 20
 
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a folder or file holds pre-packed chunks, by the fields of its first line."""
+    """Return whether a folder or file has pre-packed chunks, from the fields of its first line."""
     if not os.path.isdir(path):
         return _begins_packed(path)
     chunks = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
-    # Chunks may be empty; in a dataset without packs all are.
+    # Chunks may be empty; in a dataset without packs, all are.
     first = next((chunk for chunk in chunks if os.path.getsize(chunk)), None)
     return bool(chunks) if first is None else _begins_packed(first)
 
@@ -369,7 +373,7 @@ def _begins_packed(path: str) -> bool:
         if file.read(1) != b"{":
             return False
         line = b"{" + file.readline(_MAX_HEAD_NBYTES)
-    if len(line) > _MAX_HEAD_NBYTES:  # wide columns, which stand behind the other fields
+    if len(line) > _MAX_HEAD_NBYTES:  # wide columns, which come after the other fields
         return all(f'"{name}":'.encode() in line for name in FIELDS)
     fields = orjson.loads(line)
     return all(name in fields for name in FIELDS)
@@ -377,7 +381,7 @@ def _begins_packed(path: str) -> bool:
 
 @recogniser
 def _is_chunk(path: str) -> bool:
-    """Whether a file is one of a folder of chunks: a chunk by name and first line or empty, a mark, or the specs."""
+    """Return whether a file belongs to a folder of chunks: a chunk by name and first line, a marker, or the specs."""
     name = os.path.basename(path)
     if name == COLUMNS_FILE:
         return bool(read_column_specs(os.path.dirname(path), None))
@@ -388,9 +392,9 @@ def _is_chunk(path: str) -> bool:
 
 
 class Reader(PackedReader):
-    """One folder of chunks, or a single chunk. Each process opens its own reader; threads may share one.
+    """One folder of chunks, or a single chunk. Each process opens its own reader; threads can share one.
 
-    Opening reads all bytes once to find the lines, of which 16 bytes each are kept.
+    Opening reads all bytes once to find the lines, and keeps 16 bytes for each.
     """
 
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
@@ -414,7 +418,7 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """The spec; the first call costs one pass over all packs. Its capacity is the longest pack."""
+        """The spec. The first access needs one pass over all packs. Its capacity is the longest pack."""
         counts = PackCounts()
         for run in self.runs():
             counts.add(run)
@@ -424,12 +428,12 @@ class Reader(PackedReader):
         return run_of_lines(self.path, first, list(self._lines(first, last)))
 
     def _runs(self) -> Iterator[PackRun]:
-        # How long packs are is not known before they are parsed, but a token takes as many bytes at least.
+        # The lengths of packs are unknown before parsing, but a token takes at least this many bytes.
         most_tokens = np.append(0, np.cumsum(self._stops - self._starts)) // _LEAST_TOKEN_NBYTES
         return (self._run(first, last) for first, last in run_bounds(most_tokens, RUN_TOKENS))
 
     def _lines(self, first: int, last: int) -> Iterator[PackRun]:
-        """The lines ``first`` up to ``last``; each chunk is opened once. SequenceError where a line is no pack."""
+        """Yield the lines ``first`` up to ``last``; each chunk is opened once. SequenceError: a line is not a pack."""
         while first < last:
             chunk = bisect_right(self._first_packs, first) - 1
             with open_regular(self._paths[chunk]) as file:
@@ -450,7 +454,8 @@ class Writer(PackedWriter):
     """Writes a folder of chunks, which appears when all are written. Without packs it has one empty chunk.
 
     Args:
-        samples_per_chunk: packs in a chunk, of which the last may have fewer. A consumer has to be told this number.
+        samples_per_chunk: number of packs in a chunk; the last one may have fewer. A consumer must be given this
+            number.
     """
 
     format = "jsonl-chunks"
@@ -482,7 +487,7 @@ class Writer(PackedWriter):
             pack = run.pack(index)
             tokens, bounds = pack["input_ids"].astype(np.int64), pack["seq_boundaries"]
             lengths = np.diff(bounds)
-            # A label mask is 0 at every sequence's end, so that all sequences can be shifted right at once.
+            # A label mask is 0 at the end of every sequence, so all sequences can be shifted right at once.
             labels = np.full(len(tokens), UNTRAINED, np.int64)
             labels[1:] = np.where(pack["loss_mask"][:-1], tokens[1:], UNTRAINED)
             line = {

@@ -1,4 +1,4 @@
-"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack is a row of one width, the pack size.
+"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack is a row of the same width, the pack size.
 
 ===================  ======================  ========================================================
 ``input_ids.npy``    [packs, pack_size]      ids; what follows a pack's tokens in its row is never read
@@ -10,15 +10,15 @@
 ``manifest.json``    written last            format, counts, dtypes; here also alignment, padding id, checksums
 ===================  ======================  ========================================================
 
-The values of a column are [packs, pack_size], padded as the ids are, [sequences] or [packs], with one more dimension
-where the column is wider than 1. The manifest has the spec of each.
+The values of a column are [packs, pack_size], padded like the ids, [sequences] or [packs], with one more dimension if
+the column is wider than 1. The manifest has the spec of each.
 
-A manifest of another writer does not say how its masks are aligned. The proposal that this format comes from rolls
-them right over whole packs before they are written, which trains the wrong tokens: such folders need
+The manifest of another writer does not define the alignment of its masks. The original proposal for this format rolls
+them right over whole packs before writing, which trains the wrong tokens. Such folders need
 ``mask_alignment="rolled-right"``.
 
-A pack's tokens are found by its row and its length, never by what padding looks like. The ``.npy`` files hold arrays
-of numbers that are mapped or read in order; nothing in them is ever unpickled.
+A pack's tokens are found by its row and its length, never by the values of padding. The ``.npy`` files have arrays of
+numbers that are mapped or read in order; nothing in them is ever unpickled.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ MANIFEST = "manifest.json"
 # The manifest's key for the package metadata (``PackedSpec.package_metadata``).
 PACKAGE_KEY = "megatron_sft_idx"
 ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
-# The file of a column is named by the column's name and this.
+# The file of a column has the column's name with this suffix.
 _COLUMN_SUFFIX = ".col.npy"
-# Packs whose lengths are summed up together.
+# Number of packs whose lengths are summed together.
 _PACKS_AT_ONCE = 1 << 20
 
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a folder has the manifest of padded memmap arrays."""
+    """Return whether a folder has the manifest of padded memmap arrays."""
     return bool(read_manifest(path))
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a folder, and under the key ``fingerprint`` the xxh3_128 of its bytes in hex.
+    """Return the manifest of a folder, with the xxh3_128 of its bytes in hex under the key ``fingerprint``.
 
     Raises:
-        FormatError: there is no manifest, or it is of another format or version.
+        FormatError: there is no manifest, or it has another format or version.
         OSError: it cannot be read.
     """
     path = os.path.join(folder, MANIFEST)
@@ -108,7 +108,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def _column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -> tuple[int, ...]:
-    """The shape of the array that holds a column."""
+    """Return the shape of the array of a column."""
     rows = {"token": (packs, pack_size), "sequence": (sequences,), "pack": (packs,)}[spec.per]
     return (*rows, spec.width) if spec.width > 1 else rows
 
@@ -123,14 +123,14 @@ def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dty
     try:
         return headers[np.lib.format.read_magic(file)](file)
     except Exception as error:
-        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
+        # numpy evaluates the header as a literal and does not catch the errors of its tokenizer and parser.
         raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
 
 
 def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The header of a ``.npy`` as ``numpy.save`` writes it. Its size does not depend on the first side of the shape.
+    """Return the header of a ``.npy`` as written by ``numpy.save``. Its size does not depend on the first dimension.
 
-    numpy fills it up with spaces, so that the first side may grow.
+    numpy pads it with spaces, so that the first dimension can grow.
     """
     out = BytesIO()
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -139,11 +139,11 @@ def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _map_npy(path: str) -> NDArray[Any]:
-    """The array in a ``.npy`` as a read-only map, in the file's byte order.
+    """Return the array in a ``.npy`` as a read-only map, in the file's byte order.
 
     Raises:
-        FormatError: no such file, another kind of file, anything but numbers in C order, or a shape that the size of
-            the file does not fit.
+        FormatError: the file does not exist or is of another kind, does not have numbers in C order, or its shape does
+            not match its size.
     """
     try:
         with open_regular(path) as file:
@@ -167,12 +167,12 @@ def _map_npy(path: str) -> NDArray[Any]:
     values = np.asarray(open_array(path, dtype, count, nbytes=size, offset=offset))
     try:
         return values.reshape(shape)
-    except (OverflowError, ValueError) as error:  # beside a side of 0, others may be larger than numpy allows
+    except (OverflowError, ValueError) as error:  # with one dimension of 0, others may be larger than numpy allows
         raise FormatError(f"{path}: shape {shape}: {error}") from None
 
 
 class Reader(PackedReader):
-    """One memmap folder. Each process opens its own reader; threads may share one."""
+    """One memmap folder. Each process opens its own reader; threads can share one."""
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._manifest = read_manifest(self.path)
@@ -204,14 +204,14 @@ class Reader(PackedReader):
         # Ids of other types are checked against the range of int32.
         token_dtype = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         self._dtypes = np.dtype(token_dtype), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
-        # A manifest of this package has checksums of all arrays, so that its fingerprint tells a change of any; one of
-        # another writer has none, so that sizes and times of the files must tell.
+        # A manifest of this package has checksums of all arrays, so its fingerprint shows any change. Manifests of
+        # other writers have none, so sizes and times of the files are used.
         self.identity = str(self._manifest["fingerprint"])
         if not isinstance(self._manifest.get("checksums"), dict):
             self.identity += " " + file_identity(*files.values())
 
     def _sizes(self) -> tuple[int, int]:
-        """Number of packs, and the pack size, by the manifest; FormatError where they are no such numbers."""
+        """Return number of packs and pack size from the manifest. FormatError: they are invalid."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
             raise self._error(f"num_bins {num_packs!r} and pack_size {pack_size!r}, expected whole numbers")
@@ -228,7 +228,7 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """The spec; the first call costs one pass over the lengths of packs, 4 bytes each."""
+        """The spec. The first access needs one pass over the lengths of packs, 4 bytes each."""
         tokens = longest = 0
         for first in range(0, self.num_packs, _PACKS_AT_ONCE):
             lengths = self._lengths_of(first, min(first + _PACKS_AT_ONCE, self.num_packs))
@@ -238,7 +238,7 @@ class Reader(PackedReader):
         return self._make_spec(*sizes, self._pack_size)
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
-        """Lengths of packs ``first`` up to ``last``; SequenceError unless each is from 1 to the pack size."""
+        """Return lengths of packs ``first`` up to ``last``. SequenceError: one is not from 1 to the pack size."""
         lengths = self._lengths[first:last].astype(np.int64)
         if (pack := first_true((lengths < 1) | (lengths > self._pack_size))) is not None:
             reason = f"packed_len is {lengths[pack]}, expected 1 to {self._pack_size} (rule P1)"
@@ -269,7 +269,7 @@ class Reader(PackedReader):
         return self._checked(first, PackRun(ids, mask, starts, lengths, sequences, columns=columns))
 
     def _unpadded(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
-        """The values before the padding of rows from ``first`` on, end to end, in native byte order."""
+        """Return the values before the padding of rows from ``first`` on, concatenated, in native byte order."""
         starts = np.arange(first, first + len(lengths)) * self._pack_size
         values = joined_ranges(rows.reshape(-1, *rows.shape[2:]), starts, starts + lengths)
         return values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -280,13 +280,13 @@ _INDEX = np.dtype("<u4")
 _MAX_INDEX = np.iinfo(np.uint32).max
 _MAX_FILE_NBYTES = 2**63 - 1
 _NPY_MAGIC = b"\x93NUMPY"
-# How many bytes of an array are buffered before they are written.
+# Number of bytes of an array to buffer before writing.
 _BUFFER_NBYTES = 1 << 16
 
 
 @recogniser
 def _is_file_of_folder(path: str) -> bool:
-    """Whether a file is the manifest of such a folder, one of its arrays, or has a checksum in the manifest."""
+    """Return whether a file is the manifest of such a folder, one of its arrays, or has a checksum in the manifest."""
     folder, name = os.path.split(path)
     checksums = read_manifest(folder).get("checksums")
     is_array = name.removesuffix(".npy") in ARRAYS or (isinstance(checksums, dict) and name in checksums)
@@ -294,9 +294,9 @@ def _is_file_of_folder(path: str) -> bool:
 
 
 class _ArrayFile:
-    """A ``.npy`` that is written from front to end, with all of its space reserved at the start.
+    """A ``.npy`` that is written sequentially, with all of its space reserved at the start.
 
-    It is not mapped: on a full disk, a write into a sparse map is a SIGBUS, where reserving space is an OSError.
+    It is not mapped: on a full disk, a write into a sparse map is a SIGBUS, but reserving space is an OSError.
     """
 
     def __init__(self, folder: PendingOutput, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -321,20 +321,20 @@ class _ArrayFile:
         self._buffer.clear()
 
     def close(self) -> str:
-        """Write what is buffered, and return the checksum of the whole file in hex."""
+        """Write buffered data, and return the checksum of the whole file in hex."""
         self._flush()
         self._file.file.close()
         return self._file.hex()
 
 
 class Writer(PackedWriter):
-    """Writes a memmap folder of packs of a spec; its rows have the capacity. It needs memory for one pack.
+    """Writes a memmap folder of packs of a spec; its rows have the width of the capacity. It needs memory for one pack.
 
-    The folder appears when ``finalize`` is done; until then it is a hidden one beside it.
+    The folder appears at the end of ``finalize``. Until then it is a hidden folder next to the path.
 
     Raises:
-        FormatError: sizes or a dtype that the format does not have.
-        OSError: no space for the whole of it, among others.
+        FormatError: the format does not allow these sizes or this dtype.
+        OSError: for example, not enough disk space for all of it.
     """
 
     format = "memmap"
@@ -345,12 +345,12 @@ class Writer(PackedWriter):
 
     def _begin(self, spec: PackedSpec) -> None:
         package_metadata = spec.package_metadata()
-        encode_json(self._path, package_metadata)  # refuses now what the manifest could not hold in the end
+        encode_json(self._path, package_metadata)  # reports now what the manifest could not store at the end
         # An empty shard's capacity may be 0.
         self._make_arrays(spec, max(spec.capacity, 1), {"mask_alignment": "label", PACKAGE_KEY: package_metadata})
 
     def _make_arrays(self, spec: PackedSpec, pack_size: int, more: Mapping[str, Any]) -> None:
-        """Make all files but the manifest, which will say ``more``."""
+        """Create all files except the manifest, which will contain ``more``."""
         self._dtype, mask_dtype = spec.token_dtype.newbyteorder("<"), np.dtype(np.uint8)
         if self._dtype.kind not in "iu":
             raise FormatError(f"{self._path}: dtype {self._dtype} for ids, expected an integer type")
@@ -390,7 +390,7 @@ class Writer(PackedWriter):
         folder = self._make_output()
         self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
         self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
-        # For each array with a row a pack, one row that is filled anew for every pack.
+        # For each array with one row per pack, one row buffer that is reused for every pack.
         by_token = (f"{name}{_COLUMN_SUFFIX}" for name, column in spec.columns.items() if column.per == "token")
         padded = {name: kinds[name] for name in ("input_ids.npy", "loss_mask.npy", *by_token)}
         self._rows = {name: np.zeros(shape[1:], dtype) for name, (dtype, shape) in padded.items()}
@@ -415,7 +415,7 @@ class Writer(PackedWriter):
         files["seq_starts.npy"].write(run.seq_starts.astype(_INDEX).tobytes())
 
     def _require_room(self, run: PackRun) -> None:
-        """FormatError or SequenceError unless the packs of a run fit what was announced, and their ids the dtype."""
+        """Raise FormatError or SequenceError unless a run matches the announced spec, and its ids the dtype."""
         first, packs, sequences = self._counts.num_packs, len(run), len(run.seq_starts)
         missing_sequences = self._total_sequences - self._counts.num_sequences
         if first + packs > self._num_bins or sequences > missing_sequences:
@@ -437,26 +437,26 @@ class Writer(PackedWriter):
 
 
 class MemmapShardWriter(Writer):
-    """The writer of a memmap folder by its own interface: sizes are known from the start, packs come one by one.
+    """The writer of a memmap folder with its own interface: sizes are known from the start, packs arrive one by one.
 
-    The caller must call ``finalize``, which returns the manifest, as a context manager too: leaving it does not
-    finalize.
+    The caller must call ``finalize``, which returns the manifest. This also holds for a context manager: leaving it
+    does not finalize.
 
     Args:
-        output_dir: the folder; one that exists must be empty.
-        num_bins: packs.
-        pack_size: most tokens in a pack, the width of a row.
-        total_seq_starts: sequences in all packs.
-        dtype: of the ids on disk, an integer type; ids must fit it, and int32.
-        mask_alignment: of the masks that are written. They are stored as they come; the manifest states the alignment,
-            so that readers shift them once. None states nothing.
+        output_dir: the folder; an existing one must be empty.
+        num_bins: number of packs.
+        pack_size: maximum number of tokens in a pack, the width of a row.
+        total_seq_starts: number of sequences in all packs.
+        dtype: dtype of the ids on disk, an integer type; ids must fit in it and in int32.
+        mask_alignment: alignment of the masks. They are stored unchanged; the manifest states the alignment, so that
+            readers shift them once. None states nothing.
         overwrite: replace a folder of this format.
         extra: further keys of the manifest, with JSON values.
-        columns: specs of the columns that every run of ``write`` comes with; ``write_bin`` refuses packs then.
+        columns: specs of the columns of every run passed to ``write``; ``write_bin`` then rejects packs.
 
     Raises:
-        FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.
-        OSError: no space for the whole of it, among others.
+        FormatError: the format does not allow these sizes or this dtype, or ``output_dir`` exists.
+        OSError: for example, not enough disk space for all of it.
     """
 
     @checked
@@ -476,7 +476,7 @@ class MemmapShardWriter(Writer):
         alignment = mask_alignment and checked_alignment(os.fspath(output_dir), mask_alignment)
         self._extra = {**({"mask_alignment": alignment} if alignment else {}), **(extra or {})}
         dtypes = require_dtype("dtype", dtype), np.dtype(np.uint8)
-        # How many tokens come is not said, nor compared in the end.
+        # The number of tokens is not announced, and not compared at the end.
         spec = PackedSpec(num_bins, total_seq_starts, 0, pack_size, *dtypes, pack_size, columns=columns or {})
         super().__init__(output_dir, spec, overwrite=overwrite)
 
@@ -490,11 +490,11 @@ class MemmapShardWriter(Writer):
             bin_id: number of the pack; packs must be written in order, from 0 on.
             input_ids: ids [length].
             loss_mask: 0 or 1 [length].
-            seq_start_id: start of each sequence in the pack, the first 0, ascending.
+            seq_start_id: start of each sequence in the pack, ascending; the first is 0.
 
         Raises:
             SequenceError: the pack breaks a rule; nothing of it is written.
-            FormatError: another number than the next one, or more sequences than ``total_seq_starts``.
+            FormatError: it is not the next pack, or there are more sequences than ``total_seq_starts``.
         """
         self._require_open()
         if bin_id != self._counts.num_packs or bin_id == self._num_bins:
@@ -502,7 +502,7 @@ class MemmapShardWriter(Writer):
                 f"{self._path}: pack {bin_id}, expected {self._counts.num_packs} of {self._num_bins}; packs are written"
                 " once each and in order"
             )
-        # The mask is stored as it comes. It is checked as label-aligned, so that nothing in it is moved.
+        # The mask is stored unchanged. It is checked as label-aligned, so that nothing in it is moved.
         run = checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
         self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
@@ -515,10 +515,10 @@ class MemmapShardWriter(Writer):
             )
 
     def finalize(self) -> dict[str, Any]:
-        """Write the manifest, put the folder at ``output_dir``, and return the manifest; may be called twice.
+        """Write the manifest, move the folder to ``output_dir``, and return the manifest. Can be called twice.
 
         Raises:
-            FormatError: packs or sequences are missing; they may still be written then.
+            FormatError: packs or sequences are missing; they can still be written.
         """
         self.complete()
         super().finalize()

@@ -1,16 +1,16 @@
-"""Two things that users of Modalities bring along: its raw index of JSON lines, and its two data sets of a ``.pbin``.
+"""Two features for users of Modalities: its raw index of JSON lines, and its two datasets over a ``.pbin``.
 
-The raw index says where each row of a JSON-lines file begins and how long it is, for reading rows in any order.
-``X.idx`` beside ``X.jsonl`` is a pickled list of (offset, length) in bytes, without the newline, which Modalities'
-``create_raw_index`` writes and its tools read. It shares nothing with Megatron's ``.idx`` but the suffix; the first
-bytes tell one from the other. As in Modalities, a carriage return belongs to its row, and rows that are no JSON are
-errors or are dropped; unlike there, blank lines are no rows. Modalities made indexes between February and December
-2024 whose lengths count characters: with any non-ASCII text they cut rows short. No index says which it is, so every
-read looks at the bytes before and behind the row.
+The raw index has the start and length of each row of a JSON-lines file, for random access. ``X.idx`` next to
+``X.jsonl`` is a pickled list of (offset, length) in bytes, without the newline. Modalities' ``create_raw_index`` writes
+it, and its tools read it. It has nothing in common with Megatron's ``.idx`` except the suffix; the first bytes
+distinguish them. As in Modalities, a carriage return belongs to its row, and rows that are not JSON are errors or
+dropped. Unlike there, blank lines are not rows. From February to December 2024, Modalities wrote indexes whose lengths
+count characters: with any non-ASCII text they truncate rows. No index says which kind it is, so every read checks the
+bytes before and after the row.
 
-The data sets read the token stream of a ``.pbin`` in blocks of one size, documents end to end. They are for users who
-move over and want to see what their model saw. Both have no masks and let blocks cross documents; chats are trained on
-through ``open_dataset``.
+The datasets read the token stream of a ``.pbin`` in blocks of one size, with documents concatenated. They are for users
+who migrate and want to see what their model was trained on. Both have no masks, and blocks cross documents. To train on
+chats, use ``open_dataset``.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _NEWLINE = 10
 
 
 class RawIndexReport(NamedTuple):
-    """How many lines of a file an index was made of.
+    """Counts of the lines of an indexed file.
 
     Attributes:
         index_path: path of the index.
-        num_rows: rows in it.
-        num_blank: blank lines, which are no rows.
-        num_faulty: lines that are no JSON and were dropped.
+        num_rows: number of rows in the index.
+        num_blank: number of blank lines, which are not rows.
+        num_faulty: number of lines that are not JSON and were dropped.
     """
 
     index_path: str
@@ -62,13 +62,13 @@ class RawIndexReport(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """A range of bytes of a file that cuts no row.
+    """A byte range of a file that does not divide any row.
 
     Attributes:
         start: first byte.
-        stop: the byte behind the last one, which is a newline or the file's last.
+        stop: the end of the range (exclusive); its last byte is a newline or the file's last byte.
         first_row: number of the first row in the range.
-        num_rows: rows in the range, which may be none.
+        num_rows: number of rows in the range, which can be 0.
     """
 
     start: int
@@ -78,12 +78,15 @@ class RowRange(NamedTuple):
 
 
 def _index_path(path: str, index_path: str | os.PathLike[str] | None) -> str:
-    """The given path of an index, or where that is None ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
+    """Return the given path of an index, or ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
     return os.fspath(Path(path).with_suffix(".idx") if index_path is None else index_path)
 
 
 def _read_index(path: str) -> NDArray[np.int64]:
-    """Offset and length of each row in bytes, int64 [rows, 2], as the index at ``path`` says. FormatError if none."""
+    """Return offset and length of each row in bytes, int64 [rows, 2], from an index.
+
+    FormatError: it is not an index.
+    """
     size = os.stat(path).st_size
     raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
     if raw[: len(IDX_MAGIC)].tobytes() == IDX_MAGIC:
@@ -93,7 +96,7 @@ def _read_index(path: str) -> NDArray[np.int64]:
 
 @recogniser
 def _is_raw_index(path: str) -> bool:
-    """Whether a file is a pickled list of pairs and nothing else, all of which is read."""
+    """Return whether a file is a pickled list of pairs and nothing else. Reads the whole file."""
     return _read_index(path).ndim == 2
 
 
@@ -105,19 +108,19 @@ def create_raw_index(
     overwrite: bool = False,
     on_progress: Update | None = None,
 ) -> RawIndexReport:
-    """Index the rows of a JSON-lines file, in one pass and 16 bytes of memory a row.
+    """Index the rows of a JSON-lines file, in one pass and with 16 bytes of memory per row.
 
     Args:
-        path: a ``.jsonl`` that is not compressed: compressed files cannot be read in any order.
-        index_path: where to write; None for ``X.idx`` beside ``X.jsonl``.
-        drop_faulty: leave out lines that are no JSON instead of refusing the file.
-        overwrite: replace another raw index; nothing else is ever replaced, such as an index of Megatron's.
-        on_progress: called now and then with the bytes and the rows since its last call.
+        path: an uncompressed ``.jsonl``; compressed files do not allow random access.
+        index_path: where to write; None for ``X.idx`` next to ``X.jsonl``.
+        drop_faulty: drop lines that are not JSON instead of rejecting the file.
+        overwrite: replace another raw index; nothing else is ever replaced, for example an index of Megatron.
+        on_progress: called periodically with the bytes and the rows since its last call.
 
     Raises:
-        FormatError: no JSON-lines file; something at ``index_path``.
-        SequenceError: a line that is no JSON, with its number.
-        OSError: the system refuses, such as on a full disk.
+        FormatError: not a JSON-lines file, or ``index_path`` exists.
+        SequenceError: a line is not JSON; with its number.
+        OSError: an error of the system, such as a full disk.
     """
     name = os.fspath(path)
     if not os.path.isfile(name):
@@ -142,7 +145,7 @@ def create_raw_index(
 def _row_ranges(
     path: str, drop_faulty: bool, progress: Update | None, counts: Counter[str]
 ) -> Iterator[NDArray[np.int64]]:
-    """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; adds to ``counts`` by kind."""
+    """Yield offset and length of rows, int64 [some, 2], in one pass over a file; adds to ``counts`` by kind."""
     offset = 0
     with open_regular(path) as file:
         blocks = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
@@ -161,7 +164,7 @@ def _row_ranges(
 
 
 def _line_kind(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
-    """``"rows"``, ``"blank"`` or ``"faulty"``. SequenceError where a faulty line is not to be dropped."""
+    """Return ``"rows"``, ``"blank"`` or ``"faulty"``. SequenceError: the line is faulty and must not be dropped."""
     content = raw.strip(_JSON_SPACE)
     if not content:
         return "blank"
@@ -175,19 +178,19 @@ def _line_kind(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
 
 
 class RawRows(Sequence[bytes]):
-    """Rows of a JSON-lines file by number, read where they are.
+    """Random access to the rows of a JSON-lines file.
 
     ``rows[i]`` is the row's bytes, for ``json.loads``; ``rows[a:b]`` is a list of them. The files are opened on first
-    use, and again after unpickling. Threads may share one object.
+    use, and again after unpickling. Threads can share one object.
 
     Args:
         path: the file.
-        index_path: its raw index; None for ``X.idx`` beside ``X.jsonl``.
-        backend: ``mmap``, or ``pread`` where mapping is slow or refused.
+        index_path: its raw index; None for ``X.idx`` next to ``X.jsonl``.
+        backend: ``mmap``, or ``pread`` if mapping is slow or not allowed.
 
     Raises:
-        FormatError: on first use, the index is none, or is of another file, or the file has changed; on reading, the
-            index cuts a row in two.
+        FormatError: on first use, the index is invalid or belongs to another file, or the file has changed; while
+            reading, the index divides a row.
         OSError: a file cannot be read.
     """
 
@@ -224,7 +227,7 @@ class RawRows(Sequence[bytes]):
             raise IndexError(f"{self.path}: row {number} of {len(rows)}")
         start, length = rows[number].tolist()
         stop = start + length
-        # One byte more on either side, which must be a newline.
+        # One more byte on either side, which must be a newline.
         raw = data[max(start - 1, 0) : stop + 1].tobytes()
         row = raw[start > 0 :][:length]
         if (start and raw[0] != _NEWLINE) or (stop < self._num_bytes and raw[-1] != _NEWLINE) or b"\n" in row:
@@ -235,10 +238,10 @@ class RawRows(Sequence[bytes]):
         return row
 
     def ranges(self, num_ranges: int) -> list[RowRange]:
-        """The file in ranges of about equally many bytes, one for each reader; every byte is in exactly one.
+        """Divide the file into ranges of about equally many bytes, one per reader; every byte is in exactly one.
 
-        The first range begins with the file, every other with a row; lines that are no rows are in the range of the
-        row before them. With fewer rows than ranges, some ranges are empty.
+        The first range begins with the file, every other one with a row. Lines that are not rows belong to the range of
+        the previous row. With fewer rows than ranges, some ranges are empty.
         """
         if num_ranges < 1:
             raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
@@ -275,9 +278,9 @@ class RawRows(Sequence[bytes]):
 
 
 class _TokenBlocks:
-    """Blocks of ``block_size`` tokens of one file; ``_find_blocks`` says at which tokens they start.
+    """Blocks of ``block_size`` tokens of one file; ``_find_blocks`` returns the tokens at which they start.
 
-    It pickles as path and options; after unpickling, as in a worker of a DataLoader, the first use opens the file.
+    It pickles as path and options. After unpickling, for example in a DataLoader worker, the first use opens the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int) -> None:
@@ -295,7 +298,7 @@ class _TokenBlocks:
         return len(self._opened[1])
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        """Block ``index``, from the end where negative: ``{"input_ids": uint16 or int32 [block_size]}``, read-only."""
+        """Return block ``index``, possibly negative: ``{"input_ids": uint16 or int32 [block_size]}``, read-only."""
         tokens, starts = self._opened
         number = operator.index(index)
         if not -len(starts) <= number < len(starts):
@@ -324,16 +327,16 @@ class _TokenBlocks:
 
 
 class PackedMemMapDatasetContinuous(_TokenBlocks):
-    """The token stream cut every ``block_size`` tokens; what remains at the end is not used.
+    """The token stream divided every ``block_size`` tokens; the remainder at the end is not used.
 
     Args:
         path: a ``.pbin`` of any generation.
-        block_size: tokens in a block.
-        reuse_last_target: the last token of a block is also the first of the next, so that every token but the very
-            first is a target once. Without it, the first token of each block is no target.
+        block_size: number of tokens in a block.
+        reuse_last_target: the last token of a block is also the first of the next, so that every token except the very
+            first is a target once. Otherwise, the first token of each block is not a target.
 
     Raises:
-        FormatError: no ``.pbin``; a block of less than 2 tokens, or of more than there are.
+        FormatError: not a ``.pbin``; a block of less than 2 tokens, or of more than there are.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, reuse_last_target: bool = True) -> None:
@@ -342,29 +345,29 @@ class PackedMemMapDatasetContinuous(_TokenBlocks):
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
         framings = require_framings(self.path)
-        # The index is costly to read; only it can tell two framings apart.
+        # Reading the index is slow, but only the index distinguishes the two framings.
         framing = framings[0] if len(framings) == 1 else read_document_index(self.path).framing
         stride = self.block_size - bool(self.reuse_last_target)
         return framing, range(0, framing.num_tokens - self.block_size + 1, stride)
 
 
 class PackedMemMapDatasetMegatron(_TokenBlocks):
-    """Blocks that begin with a document where they can, so that some tokens are in two blocks.
+    """Blocks that begin with a document if possible, so some tokens are in two blocks.
 
-    Documents are added to a block until one fills it or goes past its end. A document that goes past the end is cut off
-    there, and begins the next block as a whole; only if it is longer than a block, the next block begins right behind
-    this one. What remains at the end is not used.
+    Documents are added to a block until one fills it or extends past its end. A document that extends past the end is
+    truncated there, and the next block begins with the whole document. Only if it is longer than a block, the next
+    block begins directly after this one. The remainder at the end is not used.
 
-    The arithmetic is that of Modalities up to June 2024. Its later versions make as many blocks, but mix up offsets in
-    the file with those in the data, and bytes with tokens, so that they read blocks from the wrong bytes.
+    The arithmetic is that of Modalities up to June 2024. Later versions make the same number of blocks, but confuse
+    offsets in the file with offsets in the data, and bytes with tokens, so they read blocks from the wrong bytes.
 
     Args:
         path: a ``.pbin`` of any generation.
-        block_size: tokens in a block.
-        repair_merge: read a file whose index ``merge_packed_data`` damaged (see ``pbin.DocumentIndex``).
+        block_size: number of tokens in a block.
+        repair_merge: read a file whose index was damaged by ``merge_packed_data`` (see ``pbin.DocumentIndex``).
 
     Raises:
-        FormatError: no ``.pbin``, a broken index, or a block of less than 2 tokens or more than there are.
+        FormatError: not a ``.pbin``, a broken index, or a block of less than 2 tokens or more than there are.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, *, repair_merge: bool = False) -> None:

@@ -1,9 +1,10 @@
-"""Packs as a pickled ``.npy``: what NeMo and Megatron-Bridge wrote before Parquet, and Bridge still reads.
+"""Packs as a pickled ``.npy``: the format of NeMo and Megatron-Bridge before Parquet, which Bridge still reads.
 
-The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
-(where the sequences start; 0 comes first), as lists or arrays. A pickle can only be read as a whole, so reading takes
-the whole file into memory. Writing does not: the pickle is made pack by pack. Next to the file goes the summary of its
-packs without which Bridge's builder does not open it (``bridge.summary_path``); readers here do not need it.
+The file is an object array of dicts, one per pack: ``input_ids``, ``loss_mask`` (one entry per token) and
+``seq_start_id`` (the starts of the sequences, beginning with 0), as lists or arrays. A pickle can only be read as a
+whole, so reading loads the whole file into memory. Writing does not: the pickle is made pack by pack. Bridge's builder
+does not open the file without the summary of its packs next to it (``bridge.summary_path``); readers here do not need
+it.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from megatron_sft_idx.storage.publish import Kind
 KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
 _NUMBER_TYPES = {int, float, bool}
-# How the number of packs is pickled: always as eight bytes, so that it can be overwritten.
+# The number of packs is always pickled as eight bytes, so that it can be overwritten.
 _COUNT = struct.Struct("<2sq")
-# Opcodes that may stand between that of a list and that of its first element.
+# Opcodes that may be between that of a list and that of its first element.
 _BETWEEN = ("MARK", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
 
 
 # The beginning of a pickled array, by numpy.ndarray.__reduce__: _reconstruct(ndarray, (0,), b"b"), then the state up to
-# its list of elements. The module has its older name, which newer numpy knows too.
+# its list of elements. The module has its older name, which newer numpy versions also accept.
 _ARRAY = b"".join(
     (
         pickle.PROTO + b"\x02",
@@ -63,7 +64,7 @@ _END = pickle.TUPLE + pickle.BUILD + pickle.STOP
 
 
 def _beginning(num_packs: int) -> bytes:
-    """The bytes of the file before its first pack; equally many for any number of packs."""
+    """Return the bytes of the file before its first pack; their number does not depend on the number of packs."""
     return (
         npy_header_bytes(np.dtype(object), (num_packs,))
         + _ARRAY
@@ -74,14 +75,14 @@ def _beginning(num_packs: int) -> bytes:
 
 @recogniser
 def _holds_packs(path: str) -> bool:
-    """Whether a file is an array of objects, empty or with a pack first; reads no further, and unpickles nothing."""
+    """Return whether a file is an object array that is empty or begins with a pack. Unpickles nothing."""
     with open_regular(path) as file:
         shape, _, dtype = npy_header(file, path)
         return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
 
 
 def _first_keys(file: BinaryIO) -> set[str]:
-    """The strings in the first element of the pickled list at the file's position; empty where that is no dict."""
+    """Return the strings in the first element of the pickled list at the file's position; empty if it is not a dict."""
     keys: set[str] = set()
     in_list = in_dict = False
     for opcode, value, _ in pickletools.genops(file):
@@ -100,17 +101,17 @@ def _first_keys(file: BinaryIO) -> set[str]:
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a file is a ``.npy`` of objects, or an empty one; only ``Reader`` looks whether the objects are packs."""
+    """Return whether a file is a ``.npy`` of objects, or an empty one. Only ``Reader`` checks the objects."""
     with open_regular(path) as file:
         shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     return bool(dtype.hasobject) or shape == (0,)  # numpy.save of an empty list: an array of float64
 
 
 def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> PackRun:
-    """All packs of a legacy ``.npy``: int32 ids, and a mask that is float32 where there are weights, else uint8.
+    """Return all packs of a legacy ``.npy``: int32 ids; the mask is float32 if there are weights, else uint8.
 
     Raises:
-        FormatError: not a ``.npy`` of objects, or its pickle names anything but plain data.
+        FormatError: not a ``.npy`` of objects, or its pickle uses anything except plain data.
         SequenceError: a pack breaks a rule.
     """
     name = os.fspath(path)
@@ -118,17 +119,17 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
         shape, _, dtype = npy_header(file, name)
         if not dtype.hasobject and shape != (0,):
             raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
-        # numpy.save makes an array of float64 of an empty list.
+        # numpy.save stores an empty list as an array of float64.
         objects = unpickle_list(file, name) if dtype.hasobject else []
     packs = [PackRun(np.empty(0, np.int32), np.empty(0, np.uint8), *np.empty((3, 0), np.int64))]
     objects.reverse()
-    while objects:  # each is freed before the next is converted: as Python numbers it is many times larger
+    while objects:  # free each object before converting the next: as Python numbers it is many times larger
         packs.append(_pack_of(objects.pop(), name, len(packs) - 1, mask_alignment))
     return PackRun.joined(packs)
 
 
 def _pack_of(unpickled: Any, name: str, number: int, alignment: MaskAlignment) -> PackRun:
-    """One unpickled object as a pack, checked. SequenceError where it is none, or breaks a rule."""
+    """Convert one unpickled object to a checked pack. SequenceError: it is not a pack, or breaks a rule."""
     try:
         if not isinstance(unpickled, dict):
             raise ValueError(f"found {type(unpickled).__name__}")
@@ -143,11 +144,15 @@ def _pack_of(unpickled: Any, name: str, number: int, alignment: MaskAlignment) -
 
 
 def _numbers(value: Any, key: str) -> NDArray[Any]:
-    """A list or a pickled array as a one-dimensional array of numbers, integers but in masks. Else ValueError."""
+    """Convert a list or pickled array to a one-dimensional numeric array (integers, except in masks).
+
+    Else ValueError.
+    """
     array = value.array() if isinstance(value, PickledArray) else value
     if isinstance(array, np.ndarray) and array.dtype == object:
         array = [_number(one) for one in array.tolist()]
-    # Nested lists that repeat each other would unfold to any size in numpy, so it is given lists of numbers only.
+    # Nested lists that contain each other repeatedly would expand to any size in numpy, so it only gets lists of
+    # numbers.
     if isinstance(array, (list, tuple)) and not set(map(type, array)) <= _NUMBER_TYPES:
         array = None
     array = np.asarray(array)
@@ -158,7 +163,7 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
 
 
 def _number(value: Any) -> Any:
-    """The number in an array without dimensions, as some tensors give when they are iterated over."""
+    """Return the number in a zero-dimensional array, which some tensors give during iteration."""
     if not isinstance(value, PickledArray):
         return value
     array = value.array()
@@ -171,8 +176,8 @@ class Reader(PackedReader):
     """Packs of a legacy ``.npy``, all in memory.
 
     Args:
-        capacity: the capacity that packs were made for, if it is known. Packers of this format count a sequence as its
-            length - 1, so a pack may exceed the capacity by one token a sequence; more than that is an error.
+        capacity: the capacity for which the packs were made, if it is known. Packers of this format count a sequence as
+            its length - 1, so a pack may exceed the capacity by one token per sequence; more is an error.
     """
 
     def _open(self, *, capacity: int | None = None) -> None:
@@ -189,7 +194,7 @@ class Reader(PackedReader):
         self.spec = self._make_spec(*counts, capacity=self._true_capacity(capacity, longest))
 
     def _true_capacity(self, stated: int | None, longest: int) -> int:
-        """The capacity that every pack keeps, given the stated one; notes where the two differ."""
+        """Return the actual capacity of all packs, given the stated one; notes any difference."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
         if stated is None:
             self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
@@ -206,7 +211,7 @@ class Reader(PackedReader):
         return longest
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``: views of what is in memory."""
+        """Return pack ``index``, as views of the data in memory."""
         return self.packs.pack(index)
 
     def _run(self, first: int, last: int) -> PackRun:
@@ -216,13 +221,13 @@ class Reader(PackedReader):
 class LegacyPickleWriter(PackedWriter):
     """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory, and their summary for Bridge.
 
-    The format does not state capacity, dtypes and metadata. It holds everything else but columns.
+    The format does not store capacity, dtypes, metadata or columns. It stores everything else.
     """
 
     format = "npy"
     reader, kind = Reader, Kind("a pickled .npy of packs", _holds_packs)
 
-    # Public, so that type checkers refuse arguments that it does not have.
+    # Explicit, so that type checkers reject unsupported arguments.
     @checked
     def __init__(
         self,
@@ -248,7 +253,7 @@ class LegacyPickleWriter(PackedWriter):
             bin_id: number of the pack; packs must be written in order, from 0 on.
             input_ids: ids [length].
             loss_mask: label-aligned, 0/1 or weights [length].
-            seq_start_id: where each sequence begins [sequences]; the first is 0.
+            seq_start_id: start of each sequence [sequences]; the first is 0.
 
         Raises:
             SequenceError: a rule of packs is broken, or the pack is not the next one.
@@ -273,7 +278,7 @@ class LegacyPickleWriter(PackedWriter):
         self._output.write_beside(SUMMARY_SUFFIX, self._measure.summary(), SUMMARY_KIND)
 
     def finalize(self) -> dict[str, Any]:
-        """Put the file at its path, and return ``{"format": "legacy_pickle", "num_bins": packs}``."""
+        """Move the file to its path, and return ``{"format": "legacy_pickle", "num_bins": packs}``."""
         return {"format": "legacy_pickle", "num_bins": super().finalize()["num_packs"]}
 
 

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class JoinedShards:
-    """One or more shards, read by a ``ShardSet``: what ``PackedDataset`` uses of a ``JoinedReader``, for shards.
+    """One or more shards, read by a ``ShardSet``, with the ``JoinedReader`` methods that ``PackedDataset`` uses.
 
-    It pickles as the ``ShardSet`` does.
+    It pickles like the ``ShardSet``.
 
     Args:
-        prefixes: of the shards.
-        backend: of ``ShardSet``.
-        copy: hand out writable copies instead of read-only views.
-        columns: names of the columns that packs come with; None is all of the first shard.
-        index_cache: of ``Shard``.
+        prefixes: prefixes of the shards.
+        backend: see ``ShardSet``.
+        copy: return writable copies instead of read-only views.
+        columns: names of the columns to read with packs; None for all of the first shard.
+        index_cache: see ``Shard``.
         read_options: ``advice`` and ``huge_pages`` of ``Shard``.
 
     Attributes:
@@ -50,7 +50,7 @@ class JoinedShards:
         copy: as given.
 
     Raises:
-        ShardNotFoundError: a shard is not there, or a column of it.
+        ShardNotFoundError: a shard, or a column of it, does not exist.
         FormatError: a header breaks a rule, or columns of one name are of different kinds.
     """
 
@@ -86,7 +86,7 @@ class JoinedShards:
 
     @property
     def spec(self) -> PackedSpec:
-        """The spec of all shards together. FormatError where they come from different tokenizers."""
+        """The spec of all shards together. FormatError: they have different tokenizers."""
         return joined_spec(self.paths[0], [spec_of(header) for header in self.shards.headers])
 
     def read(self, number: int, index: int) -> Pack:
@@ -100,12 +100,12 @@ class JoinedShards:
         return pack
 
 
-# The options of ``JoinedShards``; any other is refused by a ``JoinedReader``, as for every format.
+# The options of ``JoinedShards``. A ``JoinedReader`` rejects any other, as for every format.
 _SHARD_OPTIONS = {"backend", "columns", "copy", "index_cache", *ReadOptions._fields}
 
 
 class Options(TypedDict, total=False):
-    """Options of the formats' readers, for type checkers; ``open_dataset`` says which format takes which."""
+    """Options of the formats' readers, for type checkers. See ``open_dataset`` for which format has which."""
 
     advice: Advice
     backend: BackendName | ReadOptions
@@ -131,19 +131,19 @@ def open_dataset(
 
     Args:
         source: a path, a shard's prefix, a folder, a glob, or a list of these; several of one format are read as one.
-        format: name of the format, such as ``"parquet"``; None has it recognised by content.
-        mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
-            ``"rolled-right"``. ``ds[i]`` is always label-aligned.
-        max_open: how many files or folders are held open at once; of shards a ``ShardSet`` decides that itself.
-        options: of the format's ``Reader``; for shards ``backend``, ``copy``, ``index_cache``, ``advice`` and
-            ``huge_pages`` of ``Shard``. For shards, Parquet, memmap folders and JSON lines ``columns``, the names of
-            columns that packs come with; None is all. An option that the format does not have is an error.
+        format: name of the format, such as ``"parquet"``; None to detect it from the content.
+        mask_alignment: alignment of the loss masks in the files, if a format does not define it: ``"label"``,
+            ``"token"`` or ``"rolled-right"``. ``ds[i]`` is always label-aligned.
+        max_open: maximum number of files or folders held open at once; for shards, the ``ShardSet`` decides.
+        options: options of the format's ``Reader``; for shards ``backend``, ``copy``, ``index_cache``, ``advice`` and
+            ``huge_pages`` of ``Shard``. Shards, Parquet, memmap folders and JSON lines have ``columns``, the names of
+            columns to read with packs; None for all. An option that the format does not have is an error.
 
     Raises:
-        ShardNotFoundError: nothing at all has this name.
-        FormatError: no format recognises a path, several do, paths are of different formats, or a file breaks a rule
-            of its format.
-        SequenceError: a pack breaks a rule; also later, when it is read.
+        ShardNotFoundError: the path does not exist.
+        FormatError: no format or several formats match a path, paths have different formats, or a file breaks a rule of
+            its format.
+        SequenceError: a pack breaks a rule; also raised later, when it is read.
 
     Example:
         >>> ds = open_dataset("data/chats")
@@ -166,26 +166,26 @@ def open_dataset(
     if name == JoinedShards.name:
         if mask_alignment == "label" and given.keys() <= _SHARD_OPTIONS:
             return PackedDataset(JoinedShards(paths, **given))
-        given = {key: value for key, value in given.items() if key not in _SHARD_OPTIONS}  # the rest is refused
+        given = {key: value for key, value in given.items() if key not in _SHARD_OPTIONS}  # the others are rejected
     return PackedDataset(
         JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=given),
     )
 
 
 class PackedDataset(Shown):
-    """Packs by number, in whichever format they are stored; ``open_dataset`` makes one.
+    """Packs by number, independent of their storage format. Created by ``open_dataset``.
 
     ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
-    ``seq_boundaries`` int32, from 0 to the pack's length; of a shard with images and audio also ``media``, the list of
-    those of the pack. Negative indices count from the end of the last file; a
-    slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes. Every process opens the files
-    for itself; one whose content has changed since is an error. Threads may share one.
+    ``seq_boundaries`` int32, from 0 to the pack's length; for a shard with images and audio also ``media``, the list of
+    the pack's items. Negative indices count from the end of the last file; a slice of step 1 returns a list. It pickles
+    as paths and identities, a few hundred bytes. Every process opens the files itself; if their content has changed,
+    that is an error. Threads can share a dataset.
 
     Args:
         files: the files, folders or shards, open.
     """
 
-    # Set where the dataset is one shard, which is asked directly: it is safe in threads and forks by itself.
+    # Set if the dataset is one shard, which is used directly: it is safe in threads and forks itself.
     _single_shard: Shard | None = None
 
     @checked
@@ -194,7 +194,7 @@ class PackedDataset(Shown):
 
     @cached_property
     def _first_packs(self) -> list[int]:
-        """Number of the first pack of each file, and of all packs: [files + 1]."""
+        """The number of the first pack of each file, then the number of all packs: [files + 1]."""
         return [0, *accumulate(self._files.lengths)]
 
     def __getstate__(self) -> JoinedReader | JoinedShards:
@@ -205,7 +205,7 @@ class PackedDataset(Shown):
 
     @property
     def format(self) -> str:
-        """The format's name."""
+        """The name of the format."""
         return self._files.name
 
     @property
@@ -215,27 +215,27 @@ class PackedDataset(Shown):
 
     @property
     def headers(self) -> list[Header]:
-        """Of each shard its header; empty where the dataset is of another format."""
+        """The header of each shard; empty if the dataset has another format."""
         return self._files.shards.headers if isinstance(self._files, JoinedShards) else []
 
     @property
     def spec(self) -> PackedSpec:
-        """Counts, dtypes and metadata of all files together. FormatError where they come from different tokenizers."""
+        """Counts, dtypes and metadata of all files together. FormatError: they have different tokenizers."""
         return self._files.spec
 
     @property
     def capacity(self) -> int:
-        """Most token positions a pack may hold: the largest of all files."""
+        """The maximum number of token positions in a pack: the largest of all files."""
         return self._files.spec.capacity
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in all packs."""
+        """The number of sequences in all packs."""
         return self._files.spec.num_sequences
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what the files do not say and was assumed, and what was corrected."""
+        """Sentences on missing information that was assumed, and on corrections."""
         return self._files.notes
 
     def __len__(self) -> int:
@@ -245,7 +245,7 @@ class PackedDataset(Shown):
         more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
         try:
             counts = counts_text(self._files.spec)
-        except SFTIndexError:  # the files are of different tokenizers, or are gone
+        except SFTIndexError:  # the files have different tokenizers, or are gone
             counts = f"{len(self):,} packs"
         return f"{self.format} {self.paths[0]}{more}: {counts}"
 
@@ -254,11 +254,11 @@ class PackedDataset(Shown):
     @overload
     def __getitem__(self, index: slice) -> list[Pack]: ...
     def __getitem__(self, index: int | np.integer[Any] | slice) -> Pack | list[Pack]:
-        """One pack, or a list of packs for a slice of step 1.
+        """Return one pack, or a list of packs for a slice of step 1.
 
         Raises:
-            IndexError: no such pack.
-            ValueError: a slice with another step.
+            IndexError: the pack does not exist.
+            ValueError: the slice has another step.
             SequenceError: a pack breaks a rule.
             FormatError: a file breaks a rule of its format, or has changed.
         """
@@ -284,20 +284,20 @@ class PackedDataset(Shown):
         return (self[i] for i in range(self._first_packs[-1]))
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Announce which packs will be read next, in order, as ``Shard.schedule``; only shards are read ahead.
+        """Announce the next packs to read, in order, like ``Shard.schedule``. Only shards are read ahead.
 
         Raises:
-            IndexError: no such pack.
+            IndexError: a pack does not exist.
         """
         if isinstance(self._files, JoinedShards):
             self._files.shards.schedule(indices)
 
     def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
-        """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``; a view where it is mapped.
+        """Return bytes ``[offset, offset + nbytes)`` of the token file of shard ``part``; a view if it is mapped.
 
         Raises:
-            IndexError: the range reaches outside the file, or there is no such shard.
-            FormatError: the dataset is of another format, which has no token file.
+            IndexError: the range is not inside the file, or the shard does not exist.
+            FormatError: the dataset has another format, without a token file.
         """
         number = operator.index(part)
         if not 0 <= number < len(self.paths):

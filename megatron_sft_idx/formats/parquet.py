@@ -1,4 +1,4 @@
-"""Packs as Parquet: one row a pack, with three lists, as Megatron-Bridge and Nemotron's data preparation have it.
+"""Packs as Parquet: one row per pack, with three lists, as in Megatron-Bridge and Nemotron's data preparation.
 
 =============  ==========================================================================
 ``input_ids``  list of int32 (Nemotron) or int64 (Megatron-Bridge)
@@ -6,17 +6,17 @@
 ``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
 =============  ==========================================================================
 
-What Parquet calls a column is a *field* here: a *column* is that of a shard. A column is stored as one more field of
-lists, of the same name: each row has the values of the pack's tokens, of its sequences, or of the pack, end to end,
-``width`` values for each. Images and audio are a further field, ``media`` (``formats.parquet_media``).
+A Parquet column is called a *field* here; a *column* is a column of a shard. A column is stored as one more field of
+lists, of the same name: each row has the concatenated values of the pack's tokens, of its sequences, or of the pack,
+``width`` values for each. Images and audio are another field, ``media`` (``formats.parquet_media``).
 
-The schema's metadata have the package metadata, which say which fields are columns, and what no field can say:
-capacity, padding id, dtypes. Files of other writers have none. Other fields are never read. Row groups may have any
-size, compression and encoding that pyarrow reads.
+The schema's metadata contain the package metadata: which fields are columns, and everything without a field: capacity,
+padding id, dtypes. Files of other writers have none. Other fields are never read. Row groups can have any size,
+compression and encoding that pyarrow reads.
 
-Masks are label-aligned in what Megatron-Bridge's own packer writes, and in what its collate expects. Nemotron's data
-preparation first rolled them right over whole packs and later shifted them left inside sequences; its files do not say
-which, so that its older ones need ``mask_alignment="rolled-right"``.
+Masks are label-aligned in the output of Megatron-Bridge's own packer, and its collate function expects that. Nemotron's
+data preparation at first rolled them right over whole packs, and later shifted them left inside sequences. Its files do
+not say which, so the older ones need ``mask_alignment="rolled-right"``.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
-# The key of the package metadata in the schema's metadata, and the version of what is there.
+# The key of the package metadata in the schema's metadata, and the version of its content.
 KEY = b"megatron_sft_idx"
 VERSION = 1
-# The fields whose values, by the footer, are the tokens and the sequences of a row group.
+# The fields whose value counts in the footer are the numbers of tokens and sequences of a row group.
 _COUNTED_FIELDS = ("input_ids", "seq_start_id")
 
 _MAGIC = b"PAR1"
-# Memory for decoded row groups; the one that was read last is kept whatever its size.
+# Memory for decoded row groups; the most recent one is kept at any size.
 _CACHE_NBYTES = 256 << 20
 _READ_NBYTES = 1 << 20
-# Row groups of more values in a field are not decoded: a few bytes of run lengths may claim any number of values.
+# Row groups with more values in a field are not decoded: a few bytes of run lengths can claim any number of values.
 _MAX_GROUP_VALUES = 1 << 31
 
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a file is packed Parquet, by its magic and its three fields."""
+    """Return whether a file is packed Parquet, from its magic and its three fields."""
     with open_regular(path) as file:
         if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
             return False
@@ -99,9 +99,9 @@ def recognise(path: str) -> bool:
 
 @contextlib.contextmanager
 def pyarrow_errors(path: str, kind: str = "Parquet") -> Iterator[None]:
-    """Turn what pyarrow raises of a file's content into FormatError. Errors of the system, with an errno, pass.
+    """Convert pyarrow's errors about a file's content to FormatError. System errors, with an errno, pass.
 
-    ``kind`` is what messages call such files.
+    ``kind`` is the name of such files in messages.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -120,7 +120,7 @@ def pyarrow_errors(path: str, kind: str = "Parquet") -> Iterator[None]:
 
 
 def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpec] | None = None) -> None:
-    """FormatError unless the three fields, and one for each column, are there once, and are lists of numbers."""
+    """Raise FormatError unless the three fields, and one per column, occur once and are lists of numbers."""
     import pyarrow as pa
 
     names, columns = schema.names, columns or {}
@@ -150,10 +150,10 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
 def _column_of(
     rows: pa.Table | pa.RecordBatch, path: str, name: str, spec: ColumnSpec, first_pack: int, counts: NDArray[np.int64]
 ) -> Column:
-    """A column of the packs in some rows; ``counts`` says how many rows of the column each pack has: int64 [packs].
+    """Return a column of the packs in some rows; ``counts`` has its number of rows in each pack: int64 [packs].
 
     Raises:
-        SequenceError: a pack has other than ``width`` values for each.
+        SequenceError: the number of values in a pack is not ``width`` for each row of the column.
     """
     values, lengths = list_field(rows.column(name), path, name, first_pack)
     if (pack := first_true(lengths != counts * spec.width)) is not None:
@@ -165,9 +165,9 @@ def _column_of(
 def list_field(
     field: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The values of a field of lists end to end, and the length of each row's list: int64 [rows].
+    """Return the concatenated values of a field of lists, and the length of each row's list: int64 [rows].
 
-    A field comes in several chunks where it has more than 2^31 values, and where the file is written so.
+    A field has several chunks if it has more than 2^31 values, or if the file was written that way.
 
     Raises:
         SequenceError: a list, or a value in one, is null.
@@ -185,7 +185,7 @@ def list_field(
             at = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
             row = int(np.searchsorted(np.cumsum(lengths[-1]), at, side="right"))
             raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
-        # No copy is made but for booleans, which Arrow keeps as bits.
+        # No copy is made except for booleans, which Arrow stores as bits.
         values.append(flat.to_numpy(zero_copy_only=False))
         first_pack += len(chunk)
     if len(values) == 1:
@@ -195,7 +195,7 @@ def list_field(
 
 
 def _media_nbytes(group: pa.RowGroupMetaData) -> int:
-    """Bytes that the images and audio of a row group take once they are decoded, as the footer has it; 0 without."""
+    """Return the decoded size of a row group's images and audio in bytes, from the footer; 0 without media."""
     leaves = (group.column(i) for i in range(group.num_columns))
     return sum(
         leaf.total_uncompressed_size
@@ -212,7 +212,8 @@ def _nbytes_of(run: PackRun) -> int:
 class Reader(PackedReader):
     """One packed Parquet file.
 
-    A read of one pack decodes the whole row group that it is in, which is the unit that Parquet compresses. The group
+    Reading one pack decodes its whole row group, which is the unit that Parquet compresses. The group is checked once,
+    and cached for further reads. Each process opens its own reader; threads can share one.
     is checked once, and kept in memory for further reads. Each process opens its own reader; threads may share one.
 
     Raises:
@@ -227,14 +228,14 @@ class Reader(PackedReader):
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
+            # Not a memory map: if the file is truncated during reading, that is an error, not a SIGBUS.
             open_regular(self.path).close()
             source = pa.OSFile(self.path)
-            # A group is read buffer by buffer instead of at once, for passes over files whose row groups are large.
+            # A group is read buffer by buffer instead of at once, for passes over files with large row groups.
             self._file = pq.ParquetFile(
                 source, buffer_size=_READ_NBYTES, pre_buffer=False, page_checksum_verification=True
             )
-            # Of copies it is the same. A footer has size, counts and range of values of each field in each group.
+            # Equal for copies. A footer has size, counts and value range of each field in each group.
             size = source.size()
             source.seek(size - 8)
             nbytes = int.from_bytes(source.read(4), "little")
@@ -255,7 +256,7 @@ class Reader(PackedReader):
         self._dtypes = np.dtype(token_dtype), np.dtype(mask_dtype)
 
     def _read_package_metadata(self, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
-        """The package metadata in the schema's metadata; empty in files of other writers."""
+        """Return the package metadata in the schema's metadata; empty in files of other writers."""
         raw = (metadata or {}).get(KEY)
         if raw is None:
             return {}
@@ -271,14 +272,14 @@ class Reader(PackedReader):
         return values
 
     def _count_groups(self) -> None:
-        """Read from the footer the first pack of each row group, and how many values each field has in it.
+        """Read from the footer the first pack of each row group, and the number of values in each of its fields.
 
-        Groups are uneven, and may be empty.
+        Groups have different sizes, and may be empty.
         """
         metadata = self._file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-        # The values of list ``a`` are at path ``a.list.element``; a field that is named ``a.b`` has the path ``a.b``.
+        # The values of list ``a`` are at path ``a.list.element``; a field named ``a.b`` has the path ``a.b``.
         leaves = {
             name: min(
                 (path.count("."), i)
@@ -307,13 +308,13 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """The spec by the footer and the package metadata.
+        """The spec from the footer and the package metadata.
 
-        Where those do not say the longest pack, or are of other packs, the first call costs one pass over the masks.
+        If those do not have the longest pack, or are about other packs, the first access needs one pass over the masks.
         """
         longest = self._stated_longest
         if longest is None:
-            # By the masks, the field that takes least to decode.
+            # From the masks, which are the fastest field to decode.
             offsets = (batch.column("loss_mask").offsets.to_numpy() for batch in self._batches(["loss_mask"]))
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
@@ -322,7 +323,7 @@ class Reader(PackedReader):
 
     @cached_property
     def _stated_longest(self) -> int | None:
-        """The longest pack by the package metadata; None where they have none, or are of other packs."""
+        """Return the longest pack from the package metadata; None if they do not have it, or are about other packs."""
         values = self._package_metadata
         found = len(self), self._num_sequences, self._num_tokens
         if tuple(values.get(key) for key in ("num_packs", "num_sequences", "num_tokens")) == found:
@@ -332,7 +333,7 @@ class Reader(PackedReader):
         return None
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``: views of the decoded row group, every pack of which is checked."""
+        """Return pack ``index``, as views of the decoded row group. All packs of the group are checked."""
         group = bisect_right(self._first_packs, index) - 1
         with self._lock:
             run = self._decoded_groups.get(group)
@@ -346,7 +347,7 @@ class Reader(PackedReader):
         return run.pack(index - self._first_packs[group])
 
     def _run_of_rows(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
-        """Rows as packs, the first of which is number ``first_pack``. SequenceError where one breaks a rule."""
+        """Convert rows to packs; the first one has number ``first_pack``. SequenceError: one breaks a rule."""
         fields = [list_field(rows.column(name), self.path, name, first_pack) for name in FIELDS]
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = fields
         if (pack := first_true(lengths != mask_lengths)) is not None:
@@ -359,7 +360,7 @@ class Reader(PackedReader):
         run = self._checked(first_pack, dataclasses.replace(run, columns=columns))
         if self.has_media:
             run = dataclasses.replace(run, media=media_of_rows(rows, self.path, first_pack, run))
-        # Where the longest pack was not stated but counted, none exceeds the capacity.
+        # If the longest pack was not stated but counted, no pack exceeds the capacity.
         capacity = MAX_CAPACITY if self._stated_longest is None else self.spec.capacity
         if (pack := first_true(run.pack_lengths > capacity)) is not None:
             reason = f"{lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
@@ -381,7 +382,7 @@ class Reader(PackedReader):
                 f" {_MAX_GROUP_VALUES:,}; write it again with smaller row groups"
             )
         with pyarrow_errors(self.path):
-            # Without threads: in a forked process those of pyarrow's pool are gone.
+            # Without threads: in a forked process, those of pyarrow's pool do not exist.
             rows = self._file.read_row_group(group, columns=self._fields, use_threads=False)
             run = self._run_of_rows(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED_FIELDS))
@@ -389,7 +390,7 @@ class Reader(PackedReader):
         return run
 
     def _require_counts(self, shown: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        """FormatError unless the packs, tokens and sequences of a group or file are as many as the footer says."""
+        """Raise FormatError unless the numbers of packs, tokens and sequences match the footer."""
         if found != expected:
             raise FormatError(
                 f"{self.path}: {shown} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
@@ -397,7 +398,7 @@ class Reader(PackedReader):
             )
 
     def _batches(self, fields: list[str]) -> Iterator[pa.RecordBatch]:
-        """Some fields of all rows, in batches of about ``RUN_TOKENS`` tokens; fewer where token columns are wide."""
+        """Yield fields of all rows in batches of about ``RUN_TOKENS`` tokens, or fewer if token columns are wide."""
         with pyarrow_errors(self.path):
             import pyarrow as pa
 
@@ -407,7 +408,7 @@ class Reader(PackedReader):
                     pa.default_memory_pool().release_unused()
 
     def _groups_at_once(self) -> Iterator[tuple[list[int], int]]:
-        """Row groups that are read together, with the rows of a batch: small groups together, each large one alone."""
+        """Yield row groups to read together and the rows per batch: small groups together, large ones separately."""
         max_tokens = fewer_tokens(RUN_TOKENS, self.columns)
         offsets = [0, *accumulate(self._num_values["input_ids"])]
         for first, last in run_bounds(np.array(offsets), max_tokens):
@@ -418,13 +419,13 @@ class Reader(PackedReader):
             yield [*range(first, last)], max(1, packs * max_tokens // max(tokens, max_tokens))
 
     def _rows_at_once(self, group: int, max_tokens: int) -> int:
-        """The rows of a batch of a row group whose images and audio take much memory."""
+        """Return the rows per batch for a row group whose images and audio need much memory."""
         packs, nbytes = self._first_packs[group + 1] - self._first_packs[group], self._media_nbytes[group]
         parts = max(nbytes / _MAX_GROUP_MEDIA_NBYTES, self._num_values["input_ids"][group] / max_tokens, 1)
         return max(1, int(packs / parts))
 
     def _runs(self) -> Iterator[PackRun]:
-        """All packs; memory is bounded by the mean size of the packs in a row group, not by the size of the group."""
+        """Yield all packs. Memory depends on the mean size of the packs in a row group, not on its own size."""
         counts = PackCounts()
         for batch in self._batches(self._fields):
             run = self._run_of_rows(batch, counts.num_packs)
@@ -434,15 +435,15 @@ class Reader(PackedReader):
         self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 
-# Tokens of a row group at most, which a writer holds in memory, and the read of one pack decodes: 1000 packs of 4096.
-# A token takes 5 bytes while it is held, and 25 more in pyarrow's encoder.
+# Maximum number of tokens in a row group. The writer holds it in memory, and reading one pack decodes it: 1000 packs of
+# 4096. A token takes 5 bytes in memory, and 25 more in pyarrow's encoder.
 _MAX_GROUP_TOKENS = 4 << 20
-# Bytes of images and audio in a row group, which are in memory several times while it is written.
+# Maximum size of images and audio in a row group in bytes; they are in memory several times during writing.
 _MAX_GROUP_MEDIA_NBYTES = 32 << 20
 
 
 def _media_nbytes_by_pack(run: PackRun) -> NDArray[np.int64]:
-    """Bytes of the images and audio of each pack, each with its own file: int64 [packs]."""
+    """Return the size of each pack's images and audio in bytes, each item with its own file: int64 [packs]."""
     if run.media is None:
         return np.zeros(len(run), np.int64)
     ends = np.append(0, np.cumsum(run.media.file_sizes()))
@@ -450,13 +451,13 @@ def _media_nbytes_by_pack(run: PackRun) -> NDArray[np.int64]:
 
 
 class Writer(PackedWriter):
-    """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, which Nemotron writes and Bridge reads.
+    """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, as written by Nemotron and read by Bridge.
 
-    The same packs give the same bytes with the same release of pyarrow, which names itself in the file.
+    The same packs give the same bytes with the same version of pyarrow, which stores its name in the file.
 
     Args:
-        row_group_size: most packs in a row group, which has fewer where packs are long. Small groups make random reads
-            quick, large ones make the file small.
+        row_group_size: maximum number of packs in a row group, which has fewer if packs are long. Small groups make
+            random reads fast, large ones make the file small.
     """
 
     format = "parquet"
@@ -494,8 +495,8 @@ class Writer(PackedWriter):
         names = [*FIELDS, *spec.columns]
         encoding: dict[str, Any] = {}
         if spec.media:
-            # A dictionary of files would make the size of a row group unknown to whoever reads it.
-            encoding["write_page_checksum"] = True  # a changed byte may be another image
+            # With a dictionary of files, readers could not know the size of a row group.
+            encoding["write_page_checksum"] = True  # a changed byte could be another image
             encoding["use_dictionary"] = [f"{name}.list.element" for name in names]
             names.append(MEDIA_FIELD)
             self._types.append(media_type())
@@ -507,7 +508,7 @@ class Writer(PackedWriter):
     def _append(self, run: PackRun) -> None:
         first, media_offsets = 0, np.append(0, np.cumsum(_media_nbytes_by_pack(run)))
         while first < len(run):
-            # Where a group ends depends on its packs alone: runs of any size give the same file.
+            # The end of a group depends only on its packs: runs of any size give the same file.
             room = min(
                 count_fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held.num_tokens),
                 count_fitting(media_offsets[first:], _MAX_GROUP_MEDIA_NBYTES - self._held_media_nbytes),
@@ -515,7 +516,7 @@ class Writer(PackedWriter):
             )
             last = first + max(0, min(room, self._row_group_size - self._num_held.num_packs))
             if last == first and not self._held:
-                last = first + 1  # a pack that is larger than a group may be is a group by itself
+                last = first + 1  # a pack larger than the limit is a separate group
             self._hold(run.subrun(first, last))
             self._held_media_nbytes += int(media_offsets[last] - media_offsets[first])
             if last < len(run) or self._num_held.num_packs == self._row_group_size:
@@ -525,7 +526,7 @@ class Writer(PackedWriter):
     def _hold(self, packs: PackRun) -> None:
         """Keep packs for the next row group."""
         if len(packs):
-            # Copies: a view would keep a whole run in memory, and the caller may fill its arrays anew.
+            # Copies: a view would keep a whole run in memory, and the caller may reuse its arrays.
             packs = PackRun.joined([packs])
             self._held.append(dataclasses.replace(packs, tokens=packs.tokens.astype(np.int32, copy=False)))
             self._num_held.add(packs)
@@ -559,11 +560,11 @@ class Writer(PackedWriter):
             self._writer.close()
 
     def set_summary(self, summary: bytes | None) -> None:
-        """Publish with the file a summary of its packs for Megatron-Bridge; None removes that of an older file."""
+        """Publish a summary of the packs for Megatron-Bridge with the file; None removes that of an older file."""
         self._output.write_beside(SUMMARY_SUFFIX, summary, SUMMARY_KIND)
 
     def abandon(self) -> None:
-        """Remove what was written; does nothing after ``finalize`` or another ``abandon``."""
-        with contextlib.suppress(Exception):  # on a full disk the footer cannot be written either
+        """Remove the output. Does nothing after ``finalize`` or another ``abandon``."""
+        with contextlib.suppress(Exception):  # on a full disk, the footer cannot be written either
             self._writer.close()
         super().abandon()

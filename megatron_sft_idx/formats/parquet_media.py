@@ -7,8 +7,8 @@
 ``bytes``   binary: the encoded file (JPEG, PNG, WAV, ...), byte for byte
 ==========  ===========================================================
 
-A file that several items show is there with each of them, so that every row is whole by itself. Items are in the order
-of their positions, and a pack without any has an empty list. Further members of the structs are not read.
+A file that several items show is stored with each of them, so that every row is complete. Items are in the order of
+their positions, and a pack without any has an empty list. Other members of the structs are not read.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _EXPECTED: Final = "a list of structs of kind (string), start and length (intege
 
 
 def media_type() -> pa.DataType:
-    """The type of the field as it is written."""
+    """Return the type of the field for writing."""
     import pyarrow as pa
 
-    # Large, because the files of one row may take more than 2 GiB. It makes no difference in the file.
+    # Large, because the files of one row can have more than 2 GiB. It makes no difference in the file.
     types = zip(_MEMBERS, (pa.string(), pa.int32(), pa.int32(), pa.large_binary()), strict=True)
     return pa.list_(pa.struct([*types]))
 
 
 def has_media_field(schema: pa.Schema, path: str, *, announced: bool) -> bool:
-    """Whether the rows of a file have images and audio.
+    """Return whether the rows of a file have images and audio.
 
     Args:
-        schema: of the file.
-        path: of the file, for errors.
-        announced: whether the package metadata say so.
+        schema: schema of the file.
+        path: path of the file, for errors.
+        announced: whether the package metadata announce them.
 
     Raises:
-        FormatError: the field is announced and missing, there twice, or of another type.
+        FormatError: the field is announced but missing, is duplicate, or has another type.
     """
     import pyarrow as pa
 
@@ -85,16 +85,16 @@ def _has_members(struct: pa.StructType) -> bool:
 
 
 def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, run: PackRun) -> RunMedia:
-    """The images and audio of some rows.
+    """Return the images and audio of several rows.
 
     Args:
-        rows: of the file.
-        path: of the file, for errors.
+        rows: rows of the file.
+        path: path of the file, for errors.
         first_pack: the number of the first row in the file, for errors.
-        run: the rows as packs, which keep the rules, with their masks label-aligned.
+        run: the rows as valid packs with label-aligned masks.
 
     Raises:
-        SequenceError: a rule is broken (M6 to M8, M12), or something is null; with the number of the pack.
+        SequenceError: a rule is broken (M6 to M8, M12), or a value is null; with the number of the pack.
     """
     import pyarrow as pa
 
@@ -137,7 +137,7 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
 def _positions(
     chunks: Sequence[pa.Array], path: str, first_pack: int, packs: NDArray[np.int64], name: str
 ) -> NDArray[np.int64]:
-    """Starts or lengths, int64 [items]. SequenceError: one cannot be a position of a pack (rule M6)."""
+    """Return starts or lengths, int64 [items]. SequenceError: one cannot be a position in a pack (rule M6)."""
     values = np.concatenate([np.empty(0, np.int64), *(_within(chunk) for chunk in chunks)])
     if (at := first_true((values < 0) | (values > MAX_CAPACITY))) is not None:
         given = [value for chunk in chunks for value in chunk][at].as_py()
@@ -147,7 +147,7 @@ def _positions(
 
 
 def _within(chunk: pa.Array) -> NDArray[np.int64]:
-    """Integers of any kind as int64; -1 for those that are larger."""
+    """Return integers of any kind as int64; -1 for larger ones."""
     values = chunk.to_numpy(zero_copy_only=False)
     if values.dtype == np.uint64:
         values = np.where(values > MAX_CAPACITY, np.uint64(MAX_CAPACITY + 1), values)
@@ -165,9 +165,9 @@ def _kinds(chunks: Sequence[pa.Array], path: str, first_pack: int, packs: NDArra
 
 
 def media_array(run: PackRun) -> pa.Array:
-    """The field for the packs of a run, which has images and audio; each file is read and held to its hash.
+    """Return the field for the packs of a run with images and audio. Each file is read and checked against its hash.
 
-    CorruptShardError: a file that is read from a shard does not have its hash.
+    CorruptShardError: a file read from a shard does not match its hash.
     """
     import pyarrow as pa
 

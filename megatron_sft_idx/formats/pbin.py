@@ -1,12 +1,12 @@
-"""The bytes of a ``.pbin``, Modalities' file of tokenised documents, in its four generations.
+"""The byte layout of a ``.pbin``, Modalities' file of tokenised documents, in its four generations.
 
 ::
 
     header | data: the tokens of all documents end to end | index: pickled [(offset, length), ...], in bytes
 
-The header begins with the length of the data in bytes (8 bytes); from the second generation on, the bytes of a token
-follow (4 bytes, the number 1, 2 or 4). There is no magic, no version and no checksum: what a file is can only be told
-from what fits. The project's history (Modalities/modalities, ``create_packed_data.py``) knows four layouts:
+The header begins with the length of the data in bytes (8 bytes). From the second generation on, the size of a token
+follows (4 bytes with the number 1, 2 or 4). There is no magic, no version and no checksum: the layout must be inferred.
+The project's history (Modalities/modalities, ``create_packed_data.py``) has four layouts:
 
 === ============== ====== ========== =============== ============================== ========
 no. written from   header byte order token           offsets count from             first is
@@ -17,16 +17,16 @@ no. written from   header byte order token           offsets count from         
 4   June 2024      12     little     1, 2 or 4 bytes the data's start               0
 === ============== ====== ========== =============== ============================== ========
 
-The right header size and byte order give a data length that ends inside the file, where a pickle begins that ends with
-the file. Wrong ones give astronomical lengths, or no pickle (``possible_framings``). Between generations 3 and 4 the
-first offset in the index decides. A file with an empty index counts as generation 4.
+With the right header size and byte order, the data ends inside the file, followed by a pickle up to the end of the
+file. Wrong ones give astronomical lengths, or no pickle (``possible_framings``). Generations 3 and 4 differ in the
+first offset in the index. A file with an empty index counts as generation 4.
 
-Two kinds of files are not read: those of the first experiments of November 2023, with a header of 4 bytes; and those
-with tokens of 3 bytes, which a few development versions of December 2024 wrote for large vocabularies, and which no
-version's reader ever took.
+Two kinds of files are not supported: those of the first experiments of November 2023, with a header of 4 bytes; and
+those with tokens of 3 bytes, which a few development versions of December 2024 wrote for large vocabularies, and which
+no version's reader ever accepted.
 
-Every writer of the format only appends, so that documents tile the data in the order of the index. This shows the
-damage of Modalities' merge tool, which moves the index entries of each further file by 12 bytes, a header, too little
+Every writer of the format only appends, so documents tile the data in the order of the index. This reveals the damage
+of Modalities' merge tool, which shifts the index entries of each further file by 12 bytes (a header) too little
 (``DocumentIndex``).
 """
 
@@ -58,12 +58,12 @@ from megatron_sft_idx.storage.publish import Kind, head_of
 
 ByteOrder = Literal["big", "little"]
 
-# How a pickled list begins: by protocol 2 and later, 0, and 1.
+# The beginning of a pickled list: in protocol 2 and later, 0, and 1.
 _LIST_HEADS = (b"\x80", b"(l", b"]")
 _LENGTH_NBYTES = 8
 _HEADER_NBYTES = 12  # of all generations but the first
 _TOKEN_NBYTES = (1, 2, 4)
-# By byte order and bytes of the header, newest first: the generation for each offset that a first document may have.
+# The generation for each possible offset of a first document, by byte order and size of the header, newest first.
 _GENERATIONS: dict[tuple[ByteOrder, int], dict[int, int]] = {
     ("little", _HEADER_NBYTES): {0: 4, _HEADER_NBYTES: 3},
     ("big", _HEADER_NBYTES): {_HEADER_NBYTES: 2},
@@ -72,10 +72,10 @@ _GENERATIONS: dict[tuple[ByteOrder, int], dict[int, int]] = {
 
 
 class Framing(NamedTuple):
-    """Where header, data and index of a file are, which can be told without reading the index.
+    """The positions of header, data and index in a file, which are known without reading the index.
 
     Attributes:
-        byte_order: of the header and the tokens.
+        byte_order: byte order of the header and the tokens.
         header_nbytes: 8 or 12.
         token_nbytes: 1, 2 or 4.
         data_nbytes: a multiple of ``token_nbytes``.
@@ -90,12 +90,12 @@ class Framing(NamedTuple):
 
     @property
     def index_offset(self) -> int:
-        """Where the data ends and the index begins, in bytes."""
+        """Byte offset of the end of the data and the beginning of the index."""
         return self.header_nbytes + self.data_nbytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the data."""
+        """Number of tokens in the data."""
         return self.data_nbytes // self.token_nbytes
 
     def __str__(self) -> str:
@@ -105,24 +105,24 @@ class Framing(NamedTuple):
         )
 
     def open_tokens(self, path: str) -> NDArray[Any]:
-        """The data as a map [tokens]: unsigned integers in the file's byte order."""
-        # Not by newbyteorder(): kernels would refuse its dtype, which names this machine's own byte order explicitly.
+        """Map the data as unsigned integers in the file's byte order, [tokens]."""
+        # Not with newbyteorder(): kernels would reject its dtype, which contains an explicit byte order.
         dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
         return np.asarray(open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes))
 
 
 def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
-    """The header of the current generation."""
+    """Encode the header of the current generation."""
     return data_nbytes.to_bytes(_LENGTH_NBYTES, "little") + token_nbytes.to_bytes(4, "little")
 
 
 def possible_framings(path: str) -> list[Framing]:
-    """The framings by which a file may be a ``.pbin``, newest first; nearly every ``.pbin`` has one, other files none.
+    """Return the framings with which a file could be a ``.pbin``, newest first: usually one, for other files none.
 
-    This costs a few reads.
+    This takes only a few reads.
 
     Raises:
-        FormatError: it is no regular file.
+        FormatError: it is not a regular file.
         OSError: it cannot be read.
     """
     framings = []
@@ -144,7 +144,7 @@ def possible_framings(path: str) -> list[Framing]:
 
 
 def require_framings(path: str) -> list[Framing]:
-    """``possible_framings``, of which there is at least one. FormatError says what the file has instead."""
+    """Return ``possible_framings``, at least one. FormatError: there is none; describes the actual content."""
     if framings := possible_framings(path):
         return framings
     raise FormatError(
@@ -155,19 +155,20 @@ def require_framings(path: str) -> list[Framing]:
 
 
 class DocumentIndex(NamedTuple):
-    """The checked index of one file: where its documents are, in tokens from the start of the data.
+    """The checked index of one file: the positions of its documents, in tokens from the start of the data.
 
-    ``modalities data merge_packed_data`` joins files and gets the index wrong: it moves the entries of each further
-    file by the data before it *less 12 bytes* a file, the size of a header that is not there. So every file but the
-    first seems to begin inside the last document of the one before. The lengths are right and so is the data; since
+    ``modalities data merge_packed_data`` joins files and writes a wrong index: it shifts the entries of each further
+    file by the preceding data *minus 12 bytes* per file, the size of a header that is not there. So every file except
+    the first seems to begin inside the last document of the previous one. The lengths and the data are right. Documents
+    tile the data, so their starts follow from the lengths.
     documents tile the data, their starts follow from the lengths alone.
 
     Attributes:
-        framing: of the file.
-        first_offset: the offset that the index gives to the data's first byte.
+        framing: framing of the file.
+        first_offset: the offset in the index for the data's first byte.
         starts: int64 [documents].
         lengths: int64 [documents]; a document may be empty.
-        num_moved: documents whose start was wrong in the file and is corrected here.
+        num_moved: number of documents whose start was wrong in the file and is corrected here.
     """
 
     framing: Framing
@@ -182,7 +183,7 @@ class DocumentIndex(NamedTuple):
         return _GENERATIONS[self.framing.byte_order, self.framing.header_nbytes][self.first_offset]
 
     def notes(self) -> Iterator[str]:
-        """Sentences for ``PackedReader.notes``."""
+        """Yield sentences for ``PackedReader.notes``."""
         yield f".pbin of generation {self.generation} of 4: {self.framing}"
         yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
         if self.num_moved:
@@ -194,16 +195,16 @@ class DocumentIndex(NamedTuple):
 
 
 def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentIndex:
-    """Read and check the index, in one pass and some 60 bytes of memory a document.
+    """Read and check the index, in one pass and with about 60 bytes of memory per document.
 
     Args:
-        path: of the file.
-        repair_merge: find the documents of a file with merge damage by their lengths, instead of refusing it.
+        path: path of the file.
+        repair_merge: for a file with merge damage, find documents by their lengths, instead of raising an error.
 
     Raises:
-        FormatError: no ``.pbin``; an index of anything but documents that lie in the data, in order; or merge damage
-            that is not to be repaired.
-        OSError: the file cannot be read.
+        FormatError: not a ``.pbin``; an index that is not a list of documents inside the data, in order; or merge
+            damage without ``repair_merge``.
+        OSError: the file is unreadable.
     """
     errors = []
     for framing in require_framings(path):
@@ -215,13 +216,13 @@ def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentInd
 
 
 def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentIndex:
-    """``read_document_index`` of a file with this framing."""
+    """Do the work of ``read_document_index`` for a file with this framing."""
     begin, size, data_nbytes = framing.index_offset, framing.file_nbytes, framing.data_nbytes
     index = open_array(path, np.dtype(np.uint8), size - begin, nbytes=size, offset=begin)
     pairs = read_pairs(path, np.asarray(index))
     offsets, lengths = pairs[:, 0], pairs[:, 1]
     base = _first_offset(path, framing, offsets)
-    # No sum may overflow: each length is checked before they are added, and the total is first taken in floats.
+    # No sum may overflow: each length is checked before the addition, and the total is first computed in floats.
     too_long = (lengths < 0) | (lengths > data_nbytes)
     total = float(lengths.sum(dtype=np.float64))
     if too_long.any() or total > 2 * data_nbytes:
@@ -265,7 +266,7 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
 
 
 def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> int:
-    """The offset that the index gives to the data's first byte. FormatError where no generation gives it this one."""
+    """Return the index's offset for the data's first byte. FormatError: no generation uses this offset."""
     generations = _GENERATIONS[framing.byte_order, framing.header_nbytes]
     newest = next(iter(generations))
     if not len(offsets):
@@ -273,7 +274,7 @@ def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> in
     first = int(offsets[0])
     if first in generations:
         return first
-    # Where the first files of a merge are empty, its first document is moved as well.
+    # If the first files of a merge are empty, its first document is shifted as well.
     if newest == 0 and first < 0 and first % _HEADER_NBYTES == 0:
         return newest
     expected = " or ".join(map(str, generations))
@@ -283,10 +284,10 @@ def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> in
 def _merge_damage(
     framing: Framing, offsets: NDArray[np.int64], tiled_offsets: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    """By how many bytes each document begins too early, where an index was damaged by merging; None for any other.
+    """Return by how many bytes each document begins too early in an index damaged by merging; None for any other.
 
-    In a damaged index every offset is zero or more headers before the one that the lengths give, and some offset at
-    least one header. No good index looks so: two of its documents would share bytes.
+    In a damaged index, every offset is zero or more headers before the one that follows from the lengths, and some
+    offset at least one header. This is impossible in a good index: two of its documents would share bytes.
     """
     # Within these bounds the difference cannot overflow.
     if ((offsets < -framing.file_nbytes) | (offsets > framing.file_nbytes)).any():
@@ -298,26 +299,27 @@ def _merge_damage(
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a file may be a ``.pbin``, by its framing."""
+    """Return whether a file may be a ``.pbin``, from its framing."""
     return bool(possible_framings(path))
 
 
 @recogniser
 def _is_readable(path: str) -> bool:
-    """Whether a file is a ``.pbin`` with an index that fits its data; the format has no magic to go by."""
+    """Return whether a file is a ``.pbin`` with an index that fits its data; the format has no magic."""
     return bool(read_document_index(path, repair_merge=True))
 
 
 def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
-    """Tokens of a file as uint16 or int32 of this machine; a view where neither dtype nor byte order differs.
+    """Return tokens of a file as uint16 or int32 in native byte order; a view if nothing has to be converted.
 
     Args:
-        path: of the file, for errors.
+        path: path of the file, for errors.
         position: number of the pack or block, for errors.
+        tokens: tokens as in the file.
         tokens: as they are in the file.
 
     Raises:
-        SequenceError: an id that int32 does not hold.
+        SequenceError: an id does not fit in int32.
     """
     if tokens.dtype.itemsize <= 2:
         return tokens.astype(np.uint16, copy=False)
@@ -333,10 +335,11 @@ class Reader(PackedReader):
     """The documents of a ``.pbin`` of any generation.
 
     Args:
-        mask_alignment: must be "label", as the file has no masks.
-        mask_rule: what is trained on. "all" trains every token of a document but its first, which nothing predicts.
-            There is no default: to train the questions of chats like their answers is rarely what is wanted.
-        repair_merge: read a file whose index ``merge_packed_data`` damaged (see ``DocumentIndex``).
+        mask_alignment: must be "label", because the file has no masks.
+        mask_rule: which tokens are trained on. "all" trains every token of a document except its first, which nothing
+            predicts. There is no default, because training the questions of chats like their answers is rarely
+            intended.
+        repair_merge: read a file whose index was damaged by ``merge_packed_data`` (see ``DocumentIndex``).
     """
 
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
@@ -375,8 +378,8 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """A ``.pbin`` of the current generation; every sequence becomes a document.
 
-    It keeps 8 bytes a sequence in memory until the index is written. It must be given ``lossy``: loss masks, and
-    which sequences share a pack, are always lost.
+    It keeps 8 bytes per sequence in memory until the index is written. ``lossy`` is required, because loss masks and
+    the grouping of sequences into packs are always lost.
     """
 
     format = "pbin"
@@ -396,7 +399,7 @@ class Writer(PackedWriter):
         self._file.write(encode_header(0, token_nbytes))
 
     def write(self, run: PackRun) -> PackRun:
-        """Append packs, and return their sequences as documents. Raises as ``PackedWriter.write``."""
+        """Append packs, and return their sequences as documents. Errors as in ``PackedWriter.write``."""
         super().write(run)
         return run_of_sequences(run.tokens, run.sequence_lengths())
 
@@ -410,12 +413,12 @@ class Writer(PackedWriter):
     def _finish(self) -> None:
         data_nbytes = self._file.nbytes - _HEADER_NBYTES
         write_pairs(self._file.write, self._pairs())
-        # Last, as in Modalities: a header without the length of the data says that the file was not finished.
+        # Last, as in Modalities: a header without the length of the data marks an unfinished file.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
 
     def reread(self) -> Reader:
-        """A reader of what was written, which takes every token as trained on."""
+        """Return a reader of the output, with every token trained."""
         return Reader(self._output.temporary, mask_rule="all")
 
     def _pairs(self) -> Iterator[NDArray[np.int64]]:

@@ -1,8 +1,8 @@
-"""Pickles of other people, read without running anything that they name, and the opcodes of pickles that are written.
+"""Read untrusted pickles without running anything that they refer to, and write pickles with opcodes.
 
 Two things are read: a list of pairs of integers, which is the index of a ``.pbin`` and Modalities' raw index
 (``read_pairs``), and the list of objects in a legacy ``.npy`` (``unpickle_list``). For the second, an unpickler has
-stand-ins for the few names that packs need, and refuses every other name. Nothing else in this folder may unpickle.
+substitutes for the few names that packs need, and rejects every other name. Nothing else in this folder may unpickle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_sft_idx.errors import FormatError
 
 
 def pickle_opcodes(value: Any) -> bytes:
-    """The opcodes of a value inside a pickle of protocol 2: without the first and last opcode, and without memo."""
+    """Return the opcodes of a value inside a protocol 2 pickle, without the first and last opcode and without memo."""
     file = BytesIO()
     pickler = pickle.Pickler(file, 2)
     pickler.fast = True
@@ -31,7 +31,7 @@ def pickle_opcodes(value: Any) -> bytes:
 
 # ---- pairs of integers ----
 
-# Pairs that are pickled at once, as tuples of Python.
+# Number of pairs that are pickled at once, as Python tuples.
 _PAIRS_AT_ONCE = 1 << 12
 
 
@@ -39,11 +39,11 @@ def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Read a pickle of one list of pairs, of any protocol, without unpickling it: int64 [pairs, 2].
 
     Args:
-        path: of the file that the pickle is in, for errors.
+        path: path of the file that contains the pickle, for errors.
         data: the bytes of the pickle.
 
     Raises:
-        FormatError: the pickle holds anything but pairs of 64-bit integers.
+        FormatError: the pickle has anything except pairs of 64-bit integers.
     """
     try:
         return _native.parse_pickled_pairs(data)
@@ -58,7 +58,7 @@ def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.in
     """Write a pickled list of pairs of integers, block by block.
 
     Args:
-        write: takes the bytes in order.
+        write: function that takes the bytes in order.
         blocks: the pairs, int64 [some, 2].
     """
     beginning, empty_list = b"\x80\x02", b"]"
@@ -66,7 +66,7 @@ def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.in
     for block in blocks:
         for i in range(0, len(block), _PAIRS_AT_ONCE):
             pairs = list(zip(*block[i : i + _PAIRS_AT_ONCE].T.tolist(), strict=True))
-            # Without the opcode of a new list, the others append the pairs to the one that is there.
+            # Without the opcode for a new list, the others append the pairs to the existing one.
             write(pickle_opcodes(pairs).removeprefix(empty_list))
     write(b".")
 
@@ -75,27 +75,27 @@ def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.in
 
 
 def unpickle_list(file: BinaryIO, name: str) -> list[Any]:
-    """The list, or the elements of the array, that is pickled from the file's position on; ``name`` is for errors.
+    """Return the list, or the elements of the array, pickled at the file's position; ``name`` is for errors.
 
-    Arrays in it are ``PickledArray``.
+    Arrays in it become ``PickledArray``.
 
     Raises:
-        FormatError: the pickle is damaged, names anything but plain data, or holds no list.
+        FormatError: the pickle is damaged, refers to anything except plain data, or has no list.
     """
     try:
-        # ValueError where an opcode would have the unpickler allocate memory for nothing.
+        # ValueError: an opcode would make the unpickler allocate memory for nothing.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             data = np.frombuffer(mapped, np.uint8)
             try:
                 _native.check_pickle(data[file.tell() :])
             finally:
-                del data  # or the map cannot be closed
+                del data  # otherwise the map cannot be closed
         content = _Unpickler(file).load()
         objects = content.array().tolist() if isinstance(content, PickledArray) else content
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
     except Exception as error:
-        # A damaged or hostile pickle may make the stand-ins and the unpickler fail in any way.
+        # A damaged or hostile pickle can make the substitutes and the unpickler fail in any way.
         raise FormatError(f"{name}: no readable pickle: {type(error).__name__}: {error}") from None
     if not isinstance(objects, list):
         raise FormatError(f"{name}: found {type(objects).__name__}, expected a list of packs")
@@ -103,9 +103,10 @@ def unpickle_list(file: BinaryIO, name: str) -> list[Any]:
 
 
 class _PickledDtype:
-    """The stand-in of ``numpy.dtype``: name and byte order of a type of numbers, or of objects.
+    """The substitute for ``numpy.dtype``: name and byte order of a type of numbers, or of objects.
 
-    What a stand-in holds is set on its class, too: a pickle can make an object without calling its ``__init__``.
+    The attributes of a substitute are also set on its class, because a pickle can create an object without
+    ``__init__``.
     """
 
     _NAMES = frozenset({"O8", "b1", "f2", "f4", "f8", *(kind + size for kind in "iu" for size in "1248")})
@@ -125,7 +126,7 @@ class _PickledDtype:
 
 
 class PickledArray:
-    """The stand-in of ``numpy.ndarray``: what a pickle says of an array, of which ``array`` makes one."""
+    """The substitute for ``numpy.ndarray``: the data of a pickled array, from which ``array`` makes an array."""
 
     _shape: Sequence[int] = (0,)
     _dtype = _PickledDtype("u1")
@@ -142,7 +143,7 @@ class PickledArray:
         self._dtype = dtype
 
     def array(self) -> NDArray[Any]:
-        """The array, made by numpy's safe constructors. ValueError or TypeError where what was said makes none."""
+        """Make the array with numpy's safe constructors. ValueError or TypeError: the data is invalid."""
         dtype = self._dtype.dtype()
         if dtype.hasobject:
             flat = np.empty(len(self._data), dtype=object)
@@ -163,7 +164,7 @@ def _scalar(dtype: _PickledDtype, data: bytes) -> Any:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """The stand-in of ``codecs.encode``, by which protocol 2 writes bytes."""
+    """The substitute for ``codecs.encode``, with which protocol 2 writes bytes."""
     if encoding != "latin1":
         raise FormatError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")
@@ -181,7 +182,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler with a stand-in for each name that packs need; any other name is a FormatError."""
+    """An unpickler with a substitute for each name that packs need; any other name is a FormatError."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
@@ -194,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(stand_in, type):
             return stand_in
 
-        # A pickle can set attributes of a function that it names, so it gets one of its own.
+        # A pickle can set attributes of a function that it refers to, so it gets a copy.
         def call(*arguments: Any) -> Any:
             return stand_in(*arguments)
 

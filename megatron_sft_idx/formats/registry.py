@@ -1,4 +1,4 @@
-"""The formats by name, which of them is at a path, and several files of one format read as one (``JoinedReader``)."""
+"""The formats by name, format detection for a path, and several files of one format read as one (``JoinedReader``)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megatron_sft_idx.storage.publish import Place, describe, head_of, places_at
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
-# For each format its module, and a description for people. A module is imported when a file is looked at or written:
-# some need libraries that take a second to import.
+# The module and a display description of each format. A module is imported only when a file is examined or written,
+# because some need libraries that take a second to import.
 _MODULES = {
     "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
     "npy": ("npy", "a pickled .npy of packs"),
@@ -45,22 +45,22 @@ _MODULES = {
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
-# A stock dataset cannot hold masks, nor packs of several sequences; and a shard is a stock dataset, with more.
+# A stock dataset cannot hold masks or packs of several sequences. A shard is a stock dataset with more files.
 WRITABLE = tuple(name for name in _MODULES if name != "megatron")
-# Formats of several files that differ in their suffixes: their path is the prefix that the files share.
+# Formats of several files with different suffixes: their path is the common prefix.
 _PREFIX_FORMATS = ("sft-idx", "megatron")
 _MAX_LISTED = 5
 
 
 def _module(name: str) -> Any:
-    """The module of a format; FormatError where there is no such format."""
+    """Return the module of a format. FormatError: the format does not exist."""
     if name not in _MODULES:
         raise FormatError(f"format {name!r}: there is none of this name, choose one of {', '.join(_MODULES)}")
     return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
 
 
 def options_of_reader(name: str) -> set[str]:
-    """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
+    """Return the names of the options of a format's reader, including ``mask_alignment``."""
     reader_class = _module(name).Reader
     return _keywords(reader_class) | _keywords(reader_class._open)
 
@@ -72,10 +72,10 @@ def _keywords(function: Any) -> set[str]:
 
 
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
-    """Open one file, folder or shard; options are those of its format's ``Reader``.
+    """Open one file, folder or shard. The options are those of its format's ``Reader``.
 
     Raises:
-        FormatError: no such format, an option that it does not have, or a path that is not of this format.
+        FormatError: the format or an option does not exist, or the path does not have this format.
     """
     if unknown := sorted(options.keys() - options_of_reader(name)):
         raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
@@ -86,11 +86,10 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
 def create(
     path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, lossy: bool = False, **options: Any
 ) -> PackedWriter:
-    """Begin to write one file, folder or shard; options are those of its format's ``Writer``.
+    """Begin to write one file, folder or shard. The options are those of its format's ``Writer``.
 
     Raises:
-        FormatError: no such format, one that is only read, an option that it does not have, or something is at
-            ``path`` already.
+        FormatError: the format does not exist or is read-only, an option does not exist, or ``path`` already exists.
     """
     writer_class = _writer_class(path, name)
     if unknown := sorted(options.keys() - _keywords(writer_class) - _keywords(writer_class._begin)):
@@ -100,10 +99,10 @@ def create(
 
 
 def check_destination(path: str, name: str, *, overwrite: bool) -> None:
-    """FormatError where ``create`` would refuse the path; called early, as sources are read for minutes before it."""
+    """Raise FormatError if ``create`` would reject the path. Called early, because reading sources can take minutes."""
     writer_class = _writer_class(path, name)
     if name == "sft-idx":
-        # A shard that is here may be the one that is about to be made.
+        # An existing shard may be identical to the one about to be made.
         finish_interrupted(path, overwrite=overwrite)
         check_free(ShardPaths.of(path), overwrite=overwrite or not ShardPaths.of(path).missing())
     else:
@@ -112,7 +111,7 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
 
 
 def _writer_class(path: str, name: str) -> Any:
-    """The ``Writer`` of a format. FormatError where the format is only read, or the path is in an object store."""
+    """Return the ``Writer`` of a format. FormatError: it is read-only, or the path is in an object store."""
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
@@ -120,9 +119,9 @@ def _writer_class(path: str, name: str) -> Any:
 
 
 def recognise(path: str) -> list[str]:
-    """Names of the formats that the content at ``path`` may be of: none, one, or several."""
-    # Where no file and no folder has this name, it can only be a prefix, and no other module has to be imported. Pipes
-    # and devices are not opened, which may never end.
+    """Return the names of the formats that the content at ``path`` may have: none, one, or several."""
+    # Without a file or folder of this name, it can only be a prefix, and no other module has to be imported. Pipes and
+    # devices are not opened, because reading them may never end.
     candidates = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIX_FORMATS
     names: list[str] = []
     for name in candidates:
@@ -133,19 +132,19 @@ def recognise(path: str) -> list[str]:
 
 
 def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[str]]:
-    """The format of what ``source`` names, and the paths to open: one or more, all of that format.
+    """Return the format of ``source``, and the paths to open: one or more, all of that format.
 
-    A folder that no format recognises stands for its entries, a glob for its matches, both in numeric-aware order of
-    their names. A list keeps its order. A path with or without one of a shard's suffixes stands for the shard, and
-    several files of one shard in a list for the shard once.
+    A folder that has no format itself stands for its entries, a glob for its matches, both in numeric-aware order of
+    their names. A list keeps its order. A path with or without one of a shard's suffixes stands for the shard. Several
+    files of one shard in a list stand for the shard once.
 
     Args:
         source: path, glob, folder, or a list of these.
-        name: of the format; None has it recognised by content.
+        name: name of the format; None to detect it from the content.
 
     Raises:
-        ShardNotFoundError: nothing at all has this name.
-        FormatError: no format recognises a path, several do, or paths are of different formats.
+        ShardNotFoundError: the path does not exist.
+        FormatError: no format or several formats match a path, or paths have different formats.
     """
     if not isinstance(source, str | os.PathLike | list | tuple):
         raise FormatError(f"source: {brief(source)}, expected a path, or a list of paths")
@@ -165,7 +164,7 @@ def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[s
 
 
 def _matches(path: str, name: str | None) -> list[tuple[str, str]]:
-    """Format and path of everything that one path, glob or folder stands for, in order."""
+    """Return format and path of everything for which one path, glob or folder stands, in order."""
     if is_remote(path):
         if name not in (None, "sft-idx"):
             require_local(path, f"reading {name}")
@@ -180,12 +179,12 @@ def _matches(path: str, name: str | None) -> list[tuple[str, str]]:
     if matches := (_only_shards(entries) if name in (None, "sft-idx") else []) or _matches_among(entries, name):
         return matches
     if name is not None:
-        return [(name, path)]  # the format's reader will say what is wrong with it
+        return [(name, path)]  # the format's reader will report what is wrong with it
     raise _unknown_error(path, entries)
 
 
 def _match(path: str, name: str | None) -> tuple[str, str] | None:
-    """Format of a path, and the path to open; None where no format recognises it. FormatError where several do."""
+    """Return the format of a path, and the path to open; None if no format matches. FormatError: several do."""
     names = recognise(path) if name is None else [name] * _module(name).recognise(path)
     if len(names) > 1:
         listed = "; ".join(f"{one}: {_MODULES[one][1]}" for one in names)
@@ -196,7 +195,7 @@ def _match(path: str, name: str | None) -> tuple[str, str] | None:
 
 
 def _only_shards(paths: list[str]) -> list[tuple[str, str]]:
-    """The shards that files belong to by their names, none of which is opened; empty where one belongs to no shard."""
+    """Return the shards to which files belong by name, without opening them; empty if a file belongs to no shard."""
     prefixes = {prefix_of(path) for path in paths if path.endswith(SUFFIXES[-1])}
     if any(prefix_of(path) not in prefixes for path in paths):
         return []
@@ -204,10 +203,10 @@ def _only_shards(paths: list[str]) -> list[tuple[str, str]]:
 
 
 def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
-    """Format and path of what is recognised among the entries of a folder or the matches of a glob.
+    """Return format and path of all detected files among a folder's entries or a glob's matches.
 
     Raises:
-        FormatError: a file has the suffix of one that is recognised, and is not recognised itself.
+        FormatError: a file has the suffix of a detected file, but is not detected itself.
     """
     recognised: dict[str, str] = {}
     unrecognised = []
@@ -218,7 +217,7 @@ def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
             recognised[match[1]] = match[0]
         else:
             unrecognised.append(path)
-    # Files of any other kind may be in a folder of data; but one that is named like the data must be damaged data.
+    # A folder of data may contain any other files. But a file that is named like the data must be damaged data.
     suffixes = {".idx" if kind in _PREFIX_FORMATS else os.path.splitext(path)[1] for path, kind in recognised.items()}
     for path in unrecognised:
         if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:
@@ -231,12 +230,12 @@ def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
 
 
 def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
-    """The error for a path that no format recognises: which formats there are, and what is at the path instead."""
+    """Return the error for a path of no known format: the known formats, and what is at the path instead."""
     if (paths := _shard_paths(path)) is not None and not is_remote(path) and not paths.missing():
         try:
             read_header(paths)
         except SFTIndexError as error:
-            return error  # the files of a shard, whose header is damaged or of another version
+            return error  # the files of a shard with a damaged or newer header
     formats = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if entries:
         names = ", ".join(os.path.basename(entry) for entry in sorted(entries, key=natural_key)[:_MAX_LISTED])
@@ -256,13 +255,13 @@ def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
 
 
 def prefix_of(path: str) -> str:
-    """The path without the suffix of a shard's file, where it has one."""
+    """Return the path without the suffix of a shard's file, if it has one."""
     paths = _shard_paths(path)
     return path if paths is None else paths.prefix
 
 
 def _shard_paths(path: str) -> ShardPaths | None:
-    """The files of the shard that a path may be a prefix or file of; None where its name cannot be that of one."""
+    """Return the shard whose prefix or file a path may be; None if its name is impossible for that."""
     try:
         return ShardPaths.of(path)
     except FormatError:
@@ -270,13 +269,13 @@ def _shard_paths(path: str) -> ShardPaths | None:
 
 
 def places(path: str, name: str, role: str, *, written: bool = False) -> list[Place]:
-    """The places of a path of a format, for ``require_apart``; its files need not exist.
+    """Return the places of a path of a format, for ``require_apart``; its files need not exist.
 
     Args:
-        path: as the user gave it.
-        name: of the format.
-        role: of the path in error messages, such as "the destination".
-        written: whether the path is going to be written; a folder is one place then.
+        path: path as the user gave it.
+        name: name of the format.
+        role: role of the path in error messages, such as "the destination".
+        written: whether the path will be written; a folder is then one place.
     """
     if name not in _PREFIX_FORMATS:
         is_folder = written and _module(name).Writer.is_folder
@@ -286,26 +285,26 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
     return [Place(file, role) for file in ShardPaths.of(path).all]
 
 
-# An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
+# An open reader may hold five maps, and some cluster file systems allow a process only about 590.
 MAX_OPEN = 64
 
 
 class JoinedReader:
     """Several files, folders or shards of one format, read as one.
 
-    A file is opened when it is needed; beyond ``max_open``, the one that was not used for longest is closed. Each
-    process opens its own files. Threads may share a joined reader; one of them reads at a time. It pickles as paths,
-    options and identities, and a file whose identity has changed since is an error.
+    A file is opened when it is needed. Beyond ``max_open``, the least recently used one is closed. Each process opens
+    its own files. Threads can share a joined reader; one of them reads at a time. It pickles as paths, options and
+    identities. If the identity of a file has changed since, that is an error.
 
     Args:
-        name: of the format.
-        paths: of one or more files, folders or shards.
-        mask_alignment: of the loss masks in them.
-        max_open: how many are held open at once.
-        options: of the format's ``Reader``.
+        name: name of the format.
+        paths: paths of one or more files, folders or shards.
+        mask_alignment: alignment of their loss masks.
+        max_open: maximum number of open files.
+        options: options of the format's ``Reader``.
 
     Raises:
-        FormatError: a file is not what its format says.
+        FormatError: a file does not match its format.
     """
 
     def __init__(
@@ -327,14 +326,14 @@ class JoinedReader:
         self.lengths = tuple(length for _, length in identities_and_lengths)
 
     def _forget_readers(self) -> None:
-        """Begin without open readers. A forked process must not use its parent's: the two share file positions."""
+        """Reset the open readers. A forked process must not use its parent's, because both share file positions."""
         self._lock = threading.Lock()
         self._readers: dict[int, PackedReader] = {}
-        self._closed_notes: dict[str, None] = {}  # of readers that are closed again, each note once and in order
+        self._closed_notes: dict[str, None] = {}  # notes of closed readers, each once and in order
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Not the cached spec and columns, which may be large: they are read again where they are asked for.
+        # Without the cached spec and columns, which may be large: they are read again on demand.
         pickled = ("name", "paths", "mask_alignment", "max_open", "options", "_identities", "lengths")
         return {key: self.__dict__[key] for key in pickled}
 
@@ -343,23 +342,23 @@ class JoinedReader:
         self._forget_readers()
 
     def reader(self, number: int) -> PackedReader:
-        """Reader ``number``, opened by this process. FormatError where the content of its file has changed."""
+        """Return reader ``number``, opened by this process. FormatError: the content of its file has changed."""
         with self._process_lock():
             return self._opened_reader(number)
 
     def read(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of file ``number``."""
+        """Return pack ``index`` of file ``number``."""
         with self._process_lock():
             return self._opened_reader(number).read(index)
 
     def _process_lock(self) -> threading.Lock:
-        """The lock of this process; one that was forked gets a lock of its own, and no reader yet."""
+        """Return the lock of this process; a forked process gets a new lock and no readers yet."""
         if self._process != os.getpid():
             self._forget_readers()
         return self._lock
 
     def _opened_reader(self, number: int) -> PackedReader:
-        """``reader`` without the lock, which the caller must hold."""
+        """Do the work of ``reader`` without the lock, which the caller must hold."""
         reader = self._readers.pop(number, None)
         if reader is None:
             reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
@@ -371,22 +370,22 @@ class JoinedReader:
             while len(self._readers) >= self.max_open:
                 oldest = self._readers.pop(next(iter(self._readers)))
                 self._closed_notes.update(dict.fromkeys(oldest.notes))
-        self._readers[number] = reader  # at the end: readers stand in the order of their last use
+        self._readers[number] = reader  # at the end: readers are in the order of their last use
         return reader
 
     @cached_property
     def specs(self) -> list[PackedSpec]:
-        """The spec of each file, which may cost one pass over it."""
+        """The spec of each file, which may need one pass over it."""
         return [self.reader(number).spec for number in range(len(self.paths))]
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """The spec of all files together. FormatError where they come from different tokenizers."""
+        """The spec of all files together. FormatError: they have different tokenizers."""
         return joined_spec(self.paths[0], self.specs)
 
     @property
     def unjoinable_columns(self) -> dict[str, str]:
-        """Why columns of single files are not columns of all of them together: a sentence for each, by name."""
+        """Why columns of single files cannot be columns of all of them together: one sentence per name."""
         reasons = {}
         for path, spec in zip(self.paths, self.specs, strict=True):
             for name in spec.columns.keys() - self.spec.columns.keys():
@@ -396,21 +395,21 @@ class JoinedReader:
 
     @property
     def notes(self) -> list[str]:
-        """The notes of the files that were opened so far; each sentence once."""
+        """The notes of the files opened so far, each sentence once."""
         with self._process_lock():
             notes = (note for reader in self._readers.values() for note in reader.notes)
             return list(self._closed_notes | dict.fromkeys(notes))
 
     def runs(self) -> Iterator[PackRun]:
-        """All packs of all files in order."""
+        """Yield all packs of all files in order."""
         for number in range(len(self.paths)):
             yield from self.reader(number).runs()
 
 
 def columns_in_common(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
-    """The columns that packs of several files have together: those that every file has, with the same spec.
+    """Return the columns that every file has with the same spec.
 
-    ``pair`` is none of them, as the numbers of its pairs begin anew in each file.
+    ``pair`` is excluded, because its numbers start again in each file.
     """
     if len(specs) == 1:
         return dict(specs[0])
@@ -422,11 +421,11 @@ def columns_in_common(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, Co
 
 
 def require_one_tokenizer(path: str, stated: Iterable[tuple[int | None, Mapping[str, Any]]]) -> int | None:
-    """The padding id of several files, which have to come from one tokenizer.
+    """Return the padding id of several files, which must have the same tokenizer.
 
     Args:
-        path: of the first file, for errors.
-        stated: of each file the padding id and the metadata.
+        path: path of the first file, for errors.
+        stated: the padding id and the metadata of each file.
 
     Raises:
         FormatError: pad ids or fingerprints of tokenizers differ.
@@ -445,7 +444,7 @@ def require_one_tokenizer(path: str, stated: Iterable[tuple[int | None, Mapping[
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
-    """The spec of several files together; ``path`` is the first one's, for errors.
+    """Return the spec of several files together; ``path`` is the first one's, for errors.
 
     Raises:
         FormatError: pad ids or fingerprints of tokenizers differ.

@@ -17,8 +17,8 @@ All rows have the length of the longest pack, rounded up to a multiple of 8, as 
 ``seq_lengths``     tokens in each sequence, then the length of the padding, if there is any
 ==================  ===================================================================================
 
-Only folders that were written here are read; other datasets on disk go through ``preprocess``. Every field is checked
-against the others. The Arrow file is not mapped: one that is cut short while it is read is an error, and no SIGBUS.
+Only folders written by this package are read; other datasets on disk go through ``preprocess``. Every field is checked
+against the others. The Arrow file is not mapped: if it is truncated during reading, that is an error, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _schema() -> pa.Schema:
 
 
 def _read_info(folder: str) -> dict[str, Any]:
-    """The package metadata of a folder. FormatError where it has none, OSError where there is no such file."""
+    """Return the package metadata of a folder. FormatError: it has none. OSError: there is no such file."""
     path = os.path.join(folder, _INFO)
     values = read_json_object(path)[0].get(_KEY)
     if not isinstance(values, dict):
@@ -87,21 +87,21 @@ def _read_info(folder: str) -> dict[str, Any]:
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a folder is a dataset that was written here."""
+    """Return whether a folder is a dataset written by this package."""
     return os.path.isdir(path) and bool(_read_info(path))
 
 
 @recogniser
 def _is_file_of_folder(path: str) -> bool:
-    """Whether a file is one of the three of such a folder."""
+    """Return whether a file is one of the three files of such a folder."""
     folder, name = os.path.split(path)
     return name in (_DATA, _INFO, _STATE) and bool(_read_info(folder))
 
 
 class Reader(PackedReader):
-    """A folder that was written here. Each process opens its own reader; threads may share one.
+    """A folder written by this package. Each process opens its own reader; threads can share one.
 
-    A read of one pack decodes the record batch that it is in, about 16 MiB, which is kept for the next read.
+    Reading one pack decodes its record batch, about 16 MiB, which is cached for the next read.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -159,7 +159,7 @@ class Reader(PackedReader):
         return data
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``: views of the decoded batch, every pack of which is checked."""
+        """Return pack ``index``, as views of the decoded batch. All packs of the batch are checked."""
         number, row = divmod(index, self._counts["batch_rows"])
         with self._lock:
             if self._held is None or self._held[0] != number:
@@ -193,7 +193,7 @@ class Reader(PackedReader):
         return self._checked(first, self._run_of(first, fields))
 
     def _run_of(self, first: int, fields: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]) -> PackRun:
-        """Rows as packs with token-aligned masks. SequenceError where the fields of a row contradict each other."""
+        """Convert rows to packs with token-aligned masks. SequenceError: the fields of a row contradict each other."""
         length = self._counts["row_length"]
         lengths, segments = fields["seq_lengths"]
         for name in _TOKEN_FIELDS:
@@ -230,7 +230,7 @@ class Reader(PackedReader):
         )
 
     def _require(self, first: int, name: str, good: NDArray[np.bool_]) -> None:
-        """SequenceError, which names the field, at the first row that is not good."""
+        """Raise SequenceError, with the name of the field, at the first row that is not good."""
         if (row := first_true(~good)) is not None:
             raise SequenceError(
                 self.path, first + row, f"{name} contradicts the other fields; the folder is damaged: write it again"
@@ -240,7 +240,7 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """Writes a folder for ``datasets.load_from_disk``, without the library ``datasets``.
 
-    The same packs give the same bytes with the same release of pyarrow.
+    The same packs give the same bytes with the same version of pyarrow.
     """
 
     format = "save_to_disk"
@@ -260,7 +260,7 @@ class Writer(PackedWriter):
             "batch_rows": self._batch_rows,
             **spec.package_metadata(),
         }
-        encode_json(self._path, self._values)  # refuses now what the folder could not hold in the end
+        encode_json(self._path, self._values)  # reports now what the folder could not store at the end
         with pyarrow_errors(self._path, "Arrow"):
             self._schema = _schema()
             beginning = self._schema.serialize().to_pybytes()
@@ -286,14 +286,14 @@ class Writer(PackedWriter):
                 self._write_batch()
 
     def _write_batch(self) -> None:
-        """Write the packs that are held as one record batch."""
+        """Write the pending packs as one record batch."""
         import pyarrow as pa
 
         run = PackRun.joined(self._held)
         self._held, self._num_held = [], 0
         packs, length = len(run), self._row_length
         padding = length - run.pack_lengths
-        # The padding of a pack is one more segment, behind its sequences.
+        # The padding of a pack is one more segment after its sequences.
         is_padded = padding > 0
         ends_of_packs = run.sequence_offsets[1:]
         segment_lengths = np.insert(run.sequence_lengths(), ends_of_packs[is_padded], padding[is_padded])

@@ -1,7 +1,6 @@
 """Shards of this package, as one of the formats.
 
-Reading and writing is all in ``shard``; these classes only say it in the terms of ``PackedReader`` and
-``PackedWriter``.
+All reading and writing is in ``shard``; these classes are adapters to ``PackedReader`` and ``PackedWriter``.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from megatron_sft_idx.storage.publish import require_space
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a shard is at this prefix, or the path is one of its files."""
+    """Return whether there is a shard at this prefix, or the path is one of its files."""
     return bool(read_header(ShardPaths.of(path)))
 
 
-# Entries of the JSON block that are true of one shard's files only, not of a copy.
+# Entries of the JSON block that hold only for one shard's files, not for a copy.
 _OF_THESE_FILES = ("format_writer", "columns", MEDIA_ENTRY)
 
 
 def spec_of(header: Header) -> PackedSpec:
-    """The spec of a shard, by its header; without columns, which have headers of their own."""
+    """Return the spec of a shard from its header, without columns, which have their own headers."""
     return PackedSpec(
         num_packs=header.num_packs,
         num_sequences=header.num_sequences,
@@ -57,8 +56,8 @@ class Reader(PackedReader):
     """One shard, open.
 
     Args:
-        path: the shard's prefix, or one of its files; or the paths of a shard that is not published yet.
-        columns: names of the columns that packs come with; None is all.
+        path: the shard's prefix, or one of its files; or the paths of an unpublished shard.
+        columns: names of the columns to read with packs; None for all.
     """
 
     label_only = (
@@ -85,11 +84,11 @@ class Reader(PackedReader):
         self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
 
     def require_judged(self, columns: Collection[str], remedy: str) -> None:
-        """As of any reader; the shard's header lists its columns."""
+        """See ``PackedReader``. The shard's header lists its columns."""
         require_shard_judged(self.path, self._files.header, columns, remedy)
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``: views of the mapped files."""
+        """Return pack ``index``, as views of the mapped files."""
         window = read_window(self._files, index, index + 1, columns=self._opened)
         pack = self._checked(index, window.run()).pack(0)
         if self._media is not None:
@@ -97,7 +96,7 @@ class Reader(PackedReader):
         return pack
 
     def _runs(self) -> Iterator[PackRun]:
-        """All packs, held to the checksums of the shard: the error about damage comes behind the last run."""
+        """Yield all packs and check the checksums of the shard; an error about damage is raised after the last run."""
         first_pack = 0
         for run in checked_runs(self._files, self._opened, lambda nbytes: None, self._media):
             yield self._checked(first_pack, run)
@@ -105,7 +104,7 @@ class Reader(PackedReader):
 
 
 class Writer(PackedWriter):
-    """A shard being written at a prefix; the spec's metadata go to its header. The format holds everything."""
+    """A shard being written at a prefix. The spec's metadata go to its header. The format can store everything."""
 
     format = "sft-idx"
     reader = Reader
@@ -134,7 +133,7 @@ class Writer(PackedWriter):
         self._writer.complete()
 
     def reread(self) -> Reader:
-        """A reader of the files under the names that they have until they are published."""
+        """Return a reader of the files under their unpublished names."""
         return Reader(self._writer.paths.unpublished, columns=tuple(self.columns))
 
     def publish(self) -> None:
@@ -143,6 +142,6 @@ class Writer(PackedWriter):
         self.found = self._writer.found
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        if hasattr(self, "_writer"):  # else _begin refused before anything was made
+        """Remove the output."""
+        if hasattr(self, "_writer"):  # otherwise _begin failed before creating anything
             self._writer.abandon()

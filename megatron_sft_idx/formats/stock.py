@@ -1,7 +1,7 @@
-"""A stock Megatron dataset, ``X.bin`` and ``X.idx``: one sequence an item, and no loss masks.
+"""A stock Megatron dataset, ``X.bin`` and ``X.idx``: one sequence per item, and no loss masks.
 
-The caller must say what is trained on: ``mask_rule="all"`` for every token, or ``mask_path`` for a second dataset of
-the same lengths whose items are the masks. Each item becomes a pack of one sequence; the ``pack`` verb packs them
+The caller must choose what is trained on: ``mask_rule="all"`` for every token, or ``mask_path`` for a second dataset of
+the same lengths, whose items are the masks. Each item becomes a pack of one sequence; the command ``pack`` packs them
 afterwards. ``layout.files`` has the layout of the index.
 """
 
@@ -36,17 +36,17 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8
 
 @recogniser
 def recognise(path: str) -> bool:
-    """Whether a stock dataset is at this prefix, or the path is one of its files."""
+    """Return whether there is a stock dataset at this prefix, or the path is one of its files."""
     paths = ShardPaths.of(path)
     with open_regular(paths.idx) as file:
         head = file.read(len(IDX_MAGIC))
-    # With any of the other three files it is a shard, complete or not.
+    # With any of the other three files, it is a complete or incomplete shard.
     return head == IDX_MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
 
 
 @dataclass(frozen=True)
 class _StockItems:
-    """A stock dataset, open: its ``.bin`` mapped, and of each item the length and the first byte, int64 [items]."""
+    """An open stock dataset: its mapped ``.bin``, and length and first byte of each item, int64 [items]."""
 
     raw: NDArray[np.uint8]
     dtype: np.dtype[Any]
@@ -55,7 +55,7 @@ class _StockItems:
 
     @classmethod
     def open(cls, paths: ShardPaths) -> _StockItems:
-        """Open both files. FormatError where one is missing or incomplete, or an item is not inside the ``.bin``."""
+        """Open both files. FormatError: one is missing or incomplete, or an item is not inside the ``.bin``."""
         for path in (paths.idx, paths.tokens):
             if not os.path.isfile(path):
                 raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
@@ -74,19 +74,19 @@ class _StockItems:
         return cls(raw, dtype, lengths, pointers)
 
     def values(self, first: int, last: int) -> NDArray[Any]:
-        """The values of the items ``first`` up to ``last``, end to end."""
+        """Return the values of the items ``first`` up to ``last``, concatenated."""
         starts = self.offsets[first:last]
         return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
 @shown_by_fields
 class StockIndex(NamedTuple):
-    """What an ``.idx`` says of the items in the ``.bin`` next to it.
+    """The contents of an ``.idx`` about the items in the ``.bin`` next to it.
 
     Attributes:
-        dtype: of their values.
-        lengths: how many values each has, int32 [items].
-        pointers: the byte at which each begins, int64 [items].
+        dtype: dtype of their values.
+        lengths: number of values of each item, int32 [items].
+        pointers: byte offset of each item, int64 [items].
     """
 
     dtype: np.dtype[Any]
@@ -98,7 +98,7 @@ def open_idx(path: str) -> StockIndex:
     """Map an index.
 
     Raises:
-        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
+        FormatError: the file is not an index of Megatron, is incomplete, or belongs to a multimodal dataset.
     """
     size = os.path.getsize(path)
     with open_regular(path) as file:
@@ -108,7 +108,7 @@ def open_idx(path: str) -> StockIndex:
     _, version, code, items, documents = IDX_HEADER.unpack(head)
     if version != 1 or code not in _DTYPES:
         raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
-    # Python's integers do not overflow, so that a count of any size fails here, before memory is allocated for it.
+    # Python integers do not overflow, so a count of any size fails here, before memory is allocated for it.
     expected = idx_nbytes(items) + 8 * (documents - items - 1)
     if size != expected:
         raise FormatError(
@@ -122,13 +122,13 @@ def open_idx(path: str) -> StockIndex:
 
 
 class Reader(PackedReader):
-    """A stock dataset whose items are sequences, one a pack.
+    """A stock dataset whose items are sequences, one per pack.
 
     Args:
         path: its prefix, or one of its two files.
-        mask_alignment: of the masks at ``mask_path``.
-        mask_rule: ``all`` trains on every token.
-        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights. Exactly one of
+        mask_alignment: alignment of the masks at ``mask_path``.
+        mask_rule: ``all`` trains every token.
+        mask_path: prefix of a dataset of the same lengths with the masks: 0 and 1, or weights. Exactly one of
             ``mask_rule`` and ``mask_path`` must be given.
     """
 

@@ -1,5 +1,5 @@
-"""Lets people see what a shard would teach, before they train on it.
+"""Show people what a shard would train, before they train on it.
 
-``text``, ``tally``, ``origin``, ``summary``, ``diff`` and ``page`` make what the verb inspect shows. Nothing here
+``text``, ``tally``, ``origin``, ``summary``, ``diff`` and ``page`` produce the output of the verb inspect. Nothing here
 changes a shard.
 """

@@ -1,7 +1,7 @@
-"""What differs between two shards: pack by pack and, where much differs, as sets of sequences.
+"""Differences between two shards: pack by pack and, if there are many, as sets of sequences.
 
-It answers whether a change of options, data or version changed what is trained on. ``here`` is the first shard, and
-``there`` the second. Ids and masks are compared by value, so that shards of different dtypes can be equal.
+This shows whether a change of options, data or version changed the training data. ``here`` is the first shard,
+``there`` the second. Ids and masks are compared by value, so shards with different dtypes can be equal.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.shard.media_reader import ShardMedia
 from megatron_sft_idx.storage.progress import Update
 
-_MAX_HASHES = 1 << 20  # that are kept of the sequences of a shard
+_MAX_HASHES = 1 << 20  # maximum number of hashes to keep for the sequences of a shard
 _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MAX_FIELDS = 40
-# Bytes of a column that are compared at a time.
+# Number of bytes of a column to compare at a time.
 _CHUNK_NBYTES = 1 << 22
-# Packs whose images and audio are compared at a time.
+# Number of packs whose images and audio are compared at a time.
 _CHUNK_PACKS = 1 << 12
 
 
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
     Attributes:
         what: ``token``, ``mask``, ``boundaries`` or ``length``.
         pack: number of both packs.
-        sequence: number of the sequence in the pack; None where the packs differ in length or boundaries.
+        sequence: number of the sequence in the pack; None if the packs differ in length or boundaries.
         token: number of the token in the sequence; None likewise.
         position: number of the same token in the pack; None likewise.
         here: value in the first shard.
@@ -62,18 +62,18 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class SetDifference:
-    """How the sequences of two shards differ as multisets, whatever their order and their packs.
+    """The difference of the sequences of two shards as multisets, independent of order and packs.
 
     Attributes:
-        share: the part of all sequences that was counted; below 1, a sample by hash, the same in both shards.
-        shared: how many are in both, with the same ids and the same mask.
-        other_mask: how many have the same ids in both and different masks.
-        only_here: how many the second shard lacks, or has fewer copies of; compared by ids alone.
-        only_there: how many the first shard lacks, or has fewer copies of; likewise.
-        first_here: where the first few are whose ids or mask the second shard lacks: (pack, number in the pack).
-        first_there: where the first few are whose ids or mask the first shard lacks.
-        with_media: whether one of the shards has images or audio; then sequences that show others, or show them
-            elsewhere, count as of other masks.
+        share: the fraction of all sequences that was counted; below 1, a sample by hash, the same in both shards.
+        shared: number of sequences in both, with the same ids and the same mask.
+        other_mask: number of sequences with the same ids in both but different masks.
+        only_here: number of sequences that the second shard lacks, or has fewer copies of; compared only by ids.
+        only_there: number of sequences that the first shard lacks, or has fewer copies of; likewise.
+        first_here: the first few sequences whose ids or mask the second shard lacks: (pack, number in the pack).
+        first_there: the first few sequences whose ids or mask the first shard lacks.
+        with_media: whether one of the shards has images or audio. Then sequences with other items, or with items at
+            other positions, count as having other masks.
     """
 
     share: float
@@ -87,25 +87,25 @@ class SetDifference:
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same sequences, each as often, as far as the sample shows."""
+        """Whether both have the same sequences, each equally often, as far as the sample shows."""
         return not (self.other_mask or self.only_here or self.only_there)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """All that differs between two shards.
+    """All differences between two shards.
 
     Attributes:
         header: fields and metadata that differ, by name: the values here and there.
-        packs: how many packs there are, here and there.
-        differing_packs: how many packs of the same number differ in any way.
-        tokens: how many ids differ in packs of the same boundaries.
-        masks: how many mask values differ in packs of the same boundaries.
-        reshaped: how many packs of the same number differ in length or boundaries.
+        packs: number of packs, here and there.
+        differing_packs: number of packs of the same number that differ in any way.
+        tokens: number of different ids in packs with the same boundaries.
+        masks: number of different mask values in packs with the same boundaries.
+        reshaped: number of packs of the same number that differ in length or boundaries.
         first: the first few differences.
-        sequences: the sequences compared as sets; None where only single values differ.
-        columns: what differs in columns, by name, in a few words.
-        media: what differs in images and audio, in a few words; empty where nothing does.
+        sequences: the sequences compared as sets; None if only single values differ.
+        columns: differences in columns, by name, as short text.
+        media: differences in images and audio, as short text; "" if there are none.
     """
 
     header: dict[str, tuple[Any, Any]]
@@ -121,24 +121,24 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether packs, ids, masks, boundaries, columns and media are equal; headers may still say other things."""
+        """Whether packs, ids, masks, boundaries, columns and media are equal. Headers may still differ."""
         return not (self.differing_packs or self.columns or self.media) and self.packs[0] == self.packs[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the result as plain values."""
         return asdict(self) | {"same": self.same, "first": [difference._asdict() for difference in self.first]}
 
 
 def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progress: Update | None = None) -> Comparison:
-    """Compares every byte of two shards in bounded memory. Open them with ``pread``: mapped pages count as memory.
+    """Compare every byte of two shards in bounded memory. Open them with ``pread``: mapped pages count as memory.
 
-    Where packs of the same number differ in shape, or in more than ``max_named`` ids, both shards are read again and
+    If packs of the same number differ in shape, or in more than ``max_named`` ids, both shards are read again and
     compared as sets of sequences.
 
     Args:
         here: the first shard.
         there: the second.
-        max_named: how many differences are named; all are counted.
+        max_named: maximum number of listed differences; all are counted.
         on_progress: called after each window with its tokens and packs.
 
     Raises:
@@ -151,7 +151,7 @@ def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progres
     there.files.check_ends()
     shared, first = min(len(here), len(there)), 0
     while first < shared:
-        # As many packs as fit into a window of both shards.
+        # As many packs as fit in a window of both shards.
         window = read_window(here.files, first, shared)
         other = read_window(there.files, first, first + len(window))
         if len(other) < len(window):
@@ -166,7 +166,7 @@ def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progres
 
 
 def _compare_windows(here: Window, there: Window, result: Comparison, max_named: int) -> None:
-    """Adds to ``result`` how the packs of two windows differ, which must be those of the same numbers."""
+    """Add the differences between the packs of two windows, which must have the same numbers, to ``result``."""
     contents, others = here.content(), there.content()
     pairs = ((here.bounds, there.bounds), (here.pack_bounds, there.pack_bounds), *zip(contents, others, strict=True))
     if all(np.array_equal(ours, theirs, equal_nan=True) for ours, theirs in pairs):
@@ -187,7 +187,7 @@ def _compare_windows(here: Window, there: Window, result: Comparison, max_named:
         else:
             for what, content, other in zip(("token", "mask"), contents, others, strict=True):
                 ours, theirs = content[begin : begin + length], other[other_begin : other_begin + length]
-                # Where both have NaN, both are damaged in the same way.
+                # If both have NaN, both are damaged in the same way.
                 unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
                 if what == "token":
                     result.tokens += len(unequal)
@@ -203,14 +203,14 @@ def _compare_windows(here: Window, there: Window, result: Comparison, max_named:
 
 
 def _bounds_of(window: Window, i: int) -> NDArray[np.int64]:
-    """Where the sequences of the window's pack ``i`` start in the pack, and its length."""
+    """Return the starts of the sequences of the window's pack ``i``, and its length."""
     first, last = window.sequence_offsets[i : i + 2].tolist()
     bounds: NDArray[np.int64] = window.bounds[first : last + 1] - window.pack_bounds[i]
     return bounds
 
 
 def _header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any]]:
-    """Fields and metadata in which two headers differ, by name: both values, None for one that a header lacks."""
+    """Return fields and metadata in which two headers differ, by name: both values, None for a missing one."""
     pairs: dict[str, tuple[Any, Any]] = {}
     names = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs", "capacity")
     for name in (*names, "sequence_multiple", "pad_id", "rebuilt"):
@@ -224,7 +224,7 @@ def _header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any
 
 
 def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
-    """What differs in the columns of two shards, by name, in a few words; values are compared bit by bit."""
+    """Describe the differences in the columns of two shards, by name; values are compared bit by bit."""
     texts = {}
     for name in sorted({*here.columns, *there.columns}):
         left, right = here.columns.get(name), there.columns.get(name)
@@ -242,7 +242,7 @@ def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
 
 
 def _value_difference(left: ShardColumn, right: ShardColumn) -> str | None:
-    """How many rows of two columns of one kind and length differ, and the first; None where none does."""
+    """Describe how many rows of two columns of one kind and length differ, and the first one; None if none."""
     num_rows, first, count = max(1, _CHUNK_NBYTES // left.spec.row_nbytes), 0, 0
     for begin in range(0, len(left), num_rows):
         chunks = [column.items[begin : begin + num_rows].view(np.uint8) for column in (left, right)]
@@ -257,7 +257,7 @@ def _value_difference(left: ShardColumn, right: ShardColumn) -> str | None:
 
 
 def _media_difference(here: ShardMedia | None, there: ShardMedia | None) -> str:
-    """In which packs of the same number the images and audio differ, in a few words; files are compared by hash."""
+    """Describe in which packs of the same number images and audio differ; files are compared by hash."""
     if here is None or there is None:
         return "" if here is there else f"only {'there' if here is None else 'here'}"
     first, differing = -1, 0
@@ -275,7 +275,7 @@ def _media_difference(here: ShardMedia | None, there: ShardMedia | None) -> str:
 
 
 def _items_of(media: ShardMedia, begin: int, end: int) -> list[bytes]:
-    """Of each pack from ``begin`` to ``end`` its items as bytes: where each stands, and the hash of its file."""
+    """Return for each pack from ``begin`` to ``end`` its items as bytes: position, and hash of the file."""
     counts, items = media.items(begin, end)
     records = _records(media, items)
     bounds = np.append(0, np.cumsum(counts)).tolist()
@@ -283,7 +283,7 @@ def _items_of(media: ShardMedia, begin: int, end: int) -> list[bytes]:
 
 
 def _records(blobs: Blobs, items: Items) -> list[bytes]:
-    """Each item as bytes: where it stands, and the hash of its file."""
+    """Return each item as bytes: position, and hash of its file."""
     places = np.stack([items.starts, items.lengths, items.kinds], 1).astype("<u4")
     return [place.tobytes() + blobs.hash(blob) for place, blob in zip(places, items.blobs.tolist(), strict=True)]
 
@@ -300,7 +300,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "metadata") -> dict[str, Any]
 
 
 def set_difference(here: Shard, there: Shard, max_named: int) -> SetDifference:
-    """How two shards differ as sets of sequences, of which at most ``max_named`` of each shard are named."""
+    """Return how two shards differ as sets of sequences; at most ``max_named`` of each shard are listed."""
     (ids, whole), (other_ids, other_whole) = _hash_samples(here), _hash_samples(there)
     bits = max(sample.bits for sample in (ids, whole, other_ids, other_whole))
     for sample in (ids, whole, other_ids, other_whole):
@@ -320,7 +320,7 @@ def set_difference(here: Shard, there: Shard, max_named: int) -> SetDifference:
 
 
 def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
-    """Hashes of the ids of a shard's sequences, and of their ids and mask together."""
+    """Return hashes of the ids of a shard's sequences, and of their ids and masks together."""
     ids, whole = HashSample(_MAX_HASHES), HashSample(_MAX_HASHES)
     for window in windows(shard.files, media=shard.media):
         tokens, loss = window.content()
@@ -328,13 +328,13 @@ def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
         if window.media is not None:
             masks ^= _media_hashes(window.media)
         ids.add(hashes, window.first_sequence)
-        # ``HashSample`` goes by the upper half. Made of the ids alone, it makes both samples keep the same sequences.
+        # ``HashSample`` uses the upper half. It depends only on the ids, so both samples keep the same sequences.
         whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.first_sequence)
     return ids, whole
 
 
 def _media_hashes(media: RunMedia) -> NDArray[np.uint64]:
-    """A hash of the images and audio of each sequence, 0 where it has none: uint64 [sequences]."""
+    """Return a hash of the images and audio of each sequence, 0 if it has none: uint64 [sequences]."""
     records, bounds = _records(media.blobs, media.items), media.offsets.tolist()
     pairs = pairwise(bounds)
     hashes = [xxhash.xxh3_64_intdigest(b"".join(records[first:last])) if last > first else 0 for first, last in pairs]
@@ -342,7 +342,7 @@ def _media_hashes(media: RunMedia) -> NDArray[np.uint64]:
 
 
 def _compare_samples(here: HashSample, there: HashSample) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """How many sequences both have, and only here, and only there; then the numbers of those only here, only there."""
+    """Return the numbers of sequences in both, only here, only there; then the sequences only here and only there."""
     left, right = here.merged(), there.merged()
     _, at, other = np.intersect1d(left.hashes, right.hashes, assume_unique=True, return_indices=True)
     shared = int(np.minimum(left.times[at], right.times[other]).sum())
@@ -350,11 +350,11 @@ def _compare_samples(here: HashSample, there: HashSample) -> tuple[int, int, int
     return shared, int(left.times.sum()) - shared, int(right.times.sum()) - shared, alone, other_alone
 
 
-# ---- for people ----
+# ---- output for people ----
 
 
 def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
-    """A comparison as lines; ``here`` and ``there`` are the shards' prefixes."""
+    """Return a comparison as lines; ``here`` and ``there`` are the shards' prefixes."""
     lines = [f"here   {here}", f"there  {there}", ""]
     fields = comparison.header
     for name, (value, other) in islice(fields.items(), _MAX_FIELDS):

@@ -1,7 +1,7 @@
-"""Leads from a sequence back to the line of the input that it was made from, and from a line to its sequences.
+"""Find the input line from which a sequence was made, and the sequences made from an input line.
 
-The column ``source`` tells. An origin is an input file and the number of a row in it. Files have the names that the
-column's metadata gives them; lines are counted from 1, as in editors and errors: ``chats.jsonl:1`` is row 0.
+This uses the column ``source``. An origin is an input file and the number of a row in it. Files have the names in the
+column's metadata. Lines are counted from 1, as in editors and errors: ``chats.jsonl:1`` is row 0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_sft_idx.packs.source_names import find_name, listed_names
 from megatron_sft_idx.shard import Shard
 
 SOURCE = "source"
-# The lowest 16 bits of a hash hold the number of the file; files of this number or above are counted together.
+# The lowest 16 bits of a hash have the number of the file; files from this number on are counted together.
 _MAX_FILES = (1 << 16) - 1
 
 
 def source_names(shard: Shard) -> list[str] | None:
-    """Names of the input files by number, as of ``listed_names``; None if no column ``source`` tells them."""
+    """Return the display names of the input files by number; None without a column ``source``."""
     column = shard.columns.get(SOURCE)
     if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2):
         return None
@@ -36,13 +36,13 @@ def source_names(shard: Shard) -> list[str] | None:
 
 
 def origin_name(names: Sequence[str], origin: Sequence[int]) -> str:
-    """``chats.jsonl:1`` of file 0 and row 0."""
+    """Return ``chats.jsonl:1`` for file 0 and row 0."""
     file, row = origin
     return f"{names[file] if file < len(names) else f'file {file}'}:{row + 1}"
 
 
 def sources_of(shard: Shard, pack: int) -> list[str]:
-    """Names of the origins of a pack's sequences, such as ``chats.jsonl:1``; [] if no column ``source`` tells."""
+    """Return the origins of a pack's sequences, such as ``chats.jsonl:1``; [] without a column ``source``."""
     if (names := source_names(shard)) is None:
         return []
     first, last = shard.files.sequence_offsets[pack : pack + 2].tolist()
@@ -50,10 +50,10 @@ def sources_of(shard: Shard, pack: int) -> list[str]:
 
 
 def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
-    """File and row of an origin such as ``chats.jsonl:1``; the file is spelled as for ``find_name``.
+    """Parse an origin such as ``chats.jsonl:1``. See ``find_name`` for the spelling of the file.
 
     Raises:
-        FormatError: no file is meant, or several, or no line follows it.
+        FormatError: no file matches, or several do, or no line follows it.
     """
     names = source_names(shard)
     if names is None and SOURCE not in shard.columns:
@@ -71,7 +71,7 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
 def find_row(
     shard: Shard, file: int, row: int, *, selected: NDArray[np.bool_] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Pack, and number in the pack, of every sequence that was made from a row; of ``selected`` ones, if given."""
+    """Yield pack, and number in the pack, of every sequence made from a row; only ``selected`` ones, if given."""
     for window in windows(shard.files, columns={SOURCE: shard.columns.open(SOURCE)}):
         values = window.columns[SOURCE].values
         is_of_row = (values[:, 0] == file) & (values[:, 1] == row)
@@ -82,7 +82,7 @@ def find_row(
 
 
 def cut_length(header: Header) -> int | None:
-    """The length in tokens to which overlong sequences were cut; 0 if none were, None if the header does not say."""
+    """Return the length in tokens to which overlong sequences were cut; 0 if none were, None if it is unknown."""
     packing = header.metadata.get("packing")
     if not isinstance(packing, dict) or "overlong" not in packing:
         return None
@@ -91,17 +91,17 @@ def cut_length(header: Header) -> int | None:
 
 
 class FileCounts(NamedTuple):
-    """Counts of what one input file became.
+    """Counts for one input file.
 
     Attributes:
-        name: the file's.
-        rows: rows that sequences were made from.
-        sequences: sequences made from them.
-        tokens: tokens of these sequences.
-        trained: share of the tokens that is trained on.
-        cut: sequences of the length to which longer ones were split or truncated.
-        copies: sequences whose ids equal those of an earlier sequence of the file.
-        elsewhere: sequences, copies not counted, whose ids are also those of a sequence of another file.
+        name: name of the file.
+        rows: number of rows from which sequences were made.
+        sequences: number of sequences made from them.
+        tokens: number of tokens of these sequences.
+        trained: fraction of trained tokens.
+        cut: number of sequences with the length to which longer ones were split or truncated.
+        copies: number of sequences whose ids equal those of an earlier sequence of the file.
+        elsewhere: number of sequences, without copies, whose ids also occur in a sequence of another file.
     """
 
     name: str
@@ -115,7 +115,7 @@ class FileCounts(NamedTuple):
 
 
 class SourceCounts:
-    """Counts of sequences by the input file that they came from. Each window of a shard is added.
+    """Counts of sequences by input file. Each window of a shard is added.
 
     Args:
         names: names of the input files, by number.
@@ -131,7 +131,7 @@ class SourceCounts:
 
     @property
     def exact(self) -> bool:
-        """Whether rows and copies are counts, not estimates from a sample of hashes."""
+        """Whether the numbers of rows and copies are exact, not estimates from a sample of hashes."""
         return not (self._rows.bits or self._ids.bits)
 
     def add(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
@@ -151,7 +151,7 @@ class SourceCounts:
         return np.bincount(files, weights, len(self._sequences)).astype(np.int64)
 
     def table(self) -> list[FileCounts]:
-        """The counts of each file that sequences were made from, by the number of the file."""
+        """Return the counts of each file from which sequences were made, by the number of the file."""
         rows, ids = self._rows.merged(), self._ids.merged()
         file_of_id = _file_of(ids.hashes)
         same = np.append(ids.hashes[1:] >> np.uint64(16) == ids.hashes[:-1] >> np.uint64(16), False)

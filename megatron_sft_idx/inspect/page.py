@@ -1,6 +1,6 @@
-"""A shard as one HTML page that can be mailed and opened anywhere: it needs no network and is under 1 MB for any shard.
+"""A shard as one HTML page that can be mailed and opened anywhere. It needs no network and is under 1 MB for any shard.
 
-This module chooses what is shown, and where; page.html, page.css and page.js draw it.
+This module selects what to show, and where; page.html, page.css and page.js draw it.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 
 MAX_NBYTES = 1_000_000
-# How page.html begins, by which a page is recognised.
+# The beginning of page.html, used to recognise a page.
 _BEGIN = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="megatron-sft-idx inspect">\n'
 PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 _DRAWN, _BINS = 48, 48
-# Tokens that the viewer shows at first. A page that is too large is made again with half as many.
+# Initial number of tokens in the viewer. A page that is too large is made again with half as many.
 _SHOWN_TOKENS = 60_000
-# The HTML around each sequence, and each image or recording, count as so many tokens.
+# Number of tokens for which the HTML around each sequence, and each image or recording, counts.
 _SEQUENCE_TOKENS, _ITEM_TOKENS = 20, 30
 _MAX_FILES = 40  # in the table of sources
-_MAX_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
-# How many colours the style sheet has; the sequences of a pack take them in turn.
+_MAX_CHARACTERS = 400  # of a name or value, whose length is up to the writer of the shard
+# Number of colours in the style sheet; the sequences of a pack use them in turn.
 _HUES = 4
 _BAR_WIDTH = 1000.0
-_BAR, _PALE = (0, 16), (5, 6)  # top and height of what is trained on, which is tall as well as dark, and of the rest
+_BAR, _PALE = (0, 16), (5, 6)  # top and height of trained parts, which are tall as well as dark, and of the others
 _MAX_SPANS = 200
 
 
 class Picture(NamedTuple):
-    """An image or recording as the page shows it: a box with words, and with a small picture if there is one.
+    """An image or recording on the page: a box with text, and with a thumbnail if there is one.
 
     Attributes:
         facts: kind, size and bytes.
-        note: why there is no small picture, and where the same file is; may be empty.
-        thumbnail: the small picture of an image.
+        note: why there is no thumbnail, and where the same file is; may be empty.
+        thumbnail: the thumbnail of an image.
     """
 
     facts: str
@@ -79,10 +79,10 @@ class ShownSequence(NamedTuple):
 
     Attributes:
         number, start, stop: its number in the pack, and its positions there.
-        trained, hidden: how many of its tokens are trained on, and how many at its end are not shown.
+        trained, hidden: number of its trained tokens, and of the tokens at its end that are not shown.
         spans: texts of equal weight, and images and recordings.
-        source: name of its origin; empty where that is not known.
-        ids: the ids of its tokens, as ``_spelled`` writes them.
+        source: name of its origin; "" if it is unknown.
+        ids: the ids of its tokens, in the form of ``_spelled``.
     """
 
     number: int
@@ -96,20 +96,20 @@ class ShownSequence(NamedTuple):
 
     @property
     def share(self) -> str:
-        """How much of the sequence is trained on."""
+        """Return the trained fraction of the sequence."""
         return _percent(self.trained, self.stop - self.start)
 
 
 class ShownPack(NamedTuple):
-    """A pack as the page shows it: a bar, and text in the viewer.
+    """A pack on the page: a bar, and text in the viewer.
 
     Attributes:
-        number: the pack's.
+        number: number of the pack.
         bar: classes and outlines of the paths of its bar.
-        length, trained: how many tokens it has, and how many of them are trained on.
-        num_sequences: how many sequences it has.
+        length, trained: number of its tokens, and of its trained tokens.
+        num_sequences: number of its sequences.
         sequences: all of them, or the first few, as text.
-        pictures: images and recordings, as far as sequences are shown.
+        pictures: images and recordings in the shown sequences.
     """
 
     number: int
@@ -122,21 +122,21 @@ class ShownPack(NamedTuple):
 
     @property
     def share(self) -> str:
-        """How much of the pack is trained on: ``none``, per cent, or ``all`` but the first token of each sequence."""
+        """Return the trained fraction: ``none``, per cent, or ``all`` except the first token of each sequence."""
         if not self.trained:
             return "none"
         return "all" if self.trained >= self.length - self.num_sequences else _percent(self.trained, self.length)
 
 
 class Chart(NamedTuple):
-    """A histogram, placed in the picture that page.html draws.
+    """A histogram with its layout in the picture drawn by page.html.
 
     Attributes:
-        title: what its values are.
-        caption: its numbers in words.
-        bars: left end, top, width, height and tooltip of the bar of each class that has values.
+        title: name of its values.
+        caption: its numbers as text.
+        bars: left end, top, width, height and tooltip of the bar of each nonempty class.
         rows: height and text of each line of the grid.
-        marks: place and text of each mark of the horizontal axis.
+        marks: position and text of each mark of the horizontal axis.
     """
 
     title: str
@@ -147,11 +147,11 @@ class Chart(NamedTuple):
 
 
 def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> bytes:
-    """The page of a shard, UTF-8, at most ``MAX_NBYTES``.
+    """Return the page of a shard, UTF-8, at most ``MAX_NBYTES``.
 
     Args:
         shard: the shard.
-        survey: the counts of the shard, all windows added.
+        survey: the counts of the shard, with all windows added.
         decode: ids to text; None shows ids.
     """
     max_tokens, thumbnails = _SHOWN_TOKENS, Thumbnails()
@@ -190,7 +190,7 @@ def _context(
     numbers = sorted({*range(min(header.num_packs, 3)), *(remark.pack for remark in remarks), *drawn})
     packs = []
     for done, number in enumerate(numbers):
-        # What a pack leaves of its share of pictures is shared by those behind it.
+        # The unused part of a pack's share of pictures is distributed to later packs.
         share = thumbnails.nbytes // (len(numbers) - done)
         pictures = _Pictures(shard, number, thumbnails, share)
         packs.append(_shown_pack(shard, number, decode or ids_as_text, max_tokens // len(numbers), pictures))
@@ -201,7 +201,7 @@ def _context(
         "rows": [pack for pack in packs if pack.number in drawn],
         "charts": list(_charts(survey)),
         "packs": packs,
-        # Pack and number of the sequences that are shown.
+        # Pack and number of the shown sequences.
         "anchors": shown,
         "files": files[:_MAX_FILES],
         "files_left": len(files) - len(files[:_MAX_FILES]),
@@ -210,12 +210,12 @@ def _context(
 
 
 def _spread(count: int, max_numbers: int) -> list[int]:
-    """Up to ``max_numbers`` of the numbers below ``count``, evenly spread, the first and the last among them."""
+    """Return up to ``max_numbers`` of the numbers below ``count``, evenly spread, including the first and the last."""
     return sorted(set(np.linspace(0, count - 1, min(count, max_numbers)).round().astype(int).tolist()))
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share in per cent. 0% and 100% mean nothing and all: one token of a million is 0.1%."""
+    """Return a fraction in per cent. 0% and 100% mean nothing and all: one token out of a million is 0.1%."""
     share = 100 * part / whole
     return f"{min(max(share, 0.1), 99.9):.1f}%" if 0 < part < whole else f"{share:.0f}%"
 
@@ -225,7 +225,7 @@ def _brief(count: int) -> str:
 
 
 def _charts(survey: Survey) -> Iterator[Chart]:
-    """Six histograms; a caption names the median and the end of a distribution that a reader should know of."""
+    """Yield six histograms. A caption has the median and the important end of the distribution."""
     capacity, fill, cost = survey.header.capacity, survey.pack_lengths, survey.cost
 
     def counts(title: str, tally: Tally, unit: str, of: str) -> Chart:
@@ -284,17 +284,17 @@ def _resource(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """The name by which a content security policy allows a script or style of this text."""
+    """Return the hash that identifies a script or style of this text in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# ---- the packs that are shown as text ----
+# ---- the packs shown as text ----
 
 
 def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int, pictures: _Pictures) -> ShownPack:
-    """A pack with the text of at most ``max_tokens`` tokens, less ``_SEQUENCE_TOKENS`` for each sequence shown.
+    """Return a pack with the text of at most ``max_tokens`` tokens, minus ``_SEQUENCE_TOKENS`` per shown sequence.
 
-    An image or recording counts as ``_ITEM_TOKENS``, and is shown whole or not at all.
+    An image or recording counts as ``_ITEM_TOKENS``, and is shown completely or not at all.
     """
     pack, sources = shard[number], sources_of(shard, number)
     ids, mask, media = pack["input_ids"], pack["loss_mask"], pack.get("media", [])
@@ -321,7 +321,7 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int, pict
 
 
 def _shown_end(media: Sequence[Folded], length: int, max_tokens: int) -> tuple[int, int]:
-    """How many tokens of a sequence are shown, and what they leave of ``max_tokens``."""
+    """Return how many tokens of a sequence are shown, and how many of ``max_tokens`` are left."""
     position = 0
     for item in media:
         text = item.start - position
@@ -337,13 +337,13 @@ def _shown_end(media: Sequence[Folded], length: int, max_tokens: int) -> tuple[i
 
 
 class _Pictures:
-    """The images and recordings of a pack; the small pictures of all have ``share`` bytes."""
+    """The images and recordings of a pack; all thumbnails together have ``share`` bytes."""
 
     def __init__(self, shard: Shard, pack: int, thumbnails: Thumbnails, share: int) -> None:
         self._shard, self._pack, self._thumbnails, self._share = shard, pack, thumbnails, share
 
     def first(self, count: int) -> list[Picture]:
-        """The first ``count`` of them."""
+        """Return the first ``count`` of them."""
         media = self._shard.media
         if media is None:
             return []
@@ -364,9 +364,9 @@ class _Pictures:
 
 
 def _spelled(ids: NDArray[np.integer], spans: Sequence[MarkedSpan], decode: Decode) -> str:
-    """The ids for page.js: in ``4.9ix 1.2f+3g`` four characters are one token, the next one is two; ids in base 36.
+    """Encode ids for page.js: in ``4.9ix 1.2f+3g`` four characters are one token, the next is two; ids in base 36.
 
-    Those of images and recordings are left out.
+    Ids of images and recordings are omitted.
     """
     parts = []
     for span in spans:
@@ -380,15 +380,15 @@ def _spelled(ids: NDArray[np.integer], spans: Sequence[MarkedSpan], decode: Deco
 
 
 def bar_paths(pack: Pack, capacity: int) -> list[tuple[str, str]]:
-    """A pack's bar, 1000 x 16: the class of each SVG path, such as ``t2`` for trained tokens of hue 2, and its outline.
+    """Return a pack's bar, 1000 x 16: class of each SVG path, such as ``t2`` for trained tokens of hue 2, and outline.
 
-    A pack of more than 200 spans is drawn by 200 samples.
+    A pack of more than 200 spans is drawn with 200 samples.
     """
     scale = _BAR_WIDTH / max(capacity, 1)
     paths: dict[tuple[int, bool], list[str]] = {}
     for start, stop, sequence, trained, last in _drawn_spans(pack):
         x, width = start * scale, (stop - start) * scale
-        # A gap behind each sequence, for those who do not see its hue.
+        # A gap after each sequence, for people who do not see its hue.
         width = max(width - 1.5, 0.75 * width) if last else width
         top, height = _BAR if trained else _PALE
         paths.setdefault((sequence % _HUES, trained), []).append(
@@ -398,7 +398,7 @@ def bar_paths(pack: Pack, capacity: int) -> list[tuple[str, str]]:
 
 
 def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """The spans of one colour: start, stop, sequence, whether trained on, and whether the span ends the sequence."""
+    """Yield the spans of one colour: start, stop, sequence, whether it is trained, whether it ends the sequence."""
     bounds = pack["seq_boundaries"].astype(np.int64)
     trained = trained_tokens(pack["loss_mask"]) > 0
     trained[bounds[:-1]] = False
@@ -415,24 +415,24 @@ def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
         yield begin, end, sequence, bool(trained[middle]), end in bounds
 
 
-# Where the axes begin and end in the picture that page.html draws. Half of the axis's last number lies right of _RIGHT.
+# The ends of the axes in the picture drawn by page.html. Half of the axis's last number is to the right of _RIGHT.
 _LEFT, _RIGHT, _BASE = 46, 462, 168
 
 
 def histogram(
     title: str, caption: str, tally: Tally, low: int, high: int, *, unit: str, of: str, scale: float = 1.0
 ) -> Chart:
-    """The share of each class of values from ``low`` to ``high``, in per cent.
+    """Return the fraction of each class of values from ``low`` to ``high``, in per cent.
 
     Args:
-        title: what the values are.
-        caption: what a reader should know of the values.
+        title: name of the values.
+        caption: what a reader should know about the values.
         tally: the values.
-        low: where the axis begins.
-        high: where it ends.
+        low: beginning of the axis.
+        high: end of the axis.
         unit: unit of the values, after ``scale``.
-        of: what is counted, in the plural.
-        scale: what a value is multiplied with to be shown.
+        of: the counted things, in the plural.
+        scale: factor for displayed values.
     """
     edges, counts = tally.histogram(_BINS, low, high)
     shares = 100 * counts / max(1, int(counts.sum()))
@@ -445,7 +445,7 @@ def histogram(
         return _BASE - (_BASE - 10) * share / max(top, 1e-9)
 
     sign = unit if unit in "%×" else ""
-    # A class of one value is named in its middle, one of several where it begins.
+    # A class of one value is labelled in its middle, a class of several at its beginning.
     middle = 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
     ticks = nice_ticks(first * scale, last * scale - 2 * middle, 6, whole=scale == 1)
     marks = [(across(value / scale + middle), text + sign) for value, text in ticks if first * scale <= value]
@@ -456,14 +456,14 @@ def histogram(
         greatest, digits = ((end - 1) * scale, 6) if scale == 1 else (end * scale, 3)
         span = f"{begin * scale:,.{digits}g}"
         span += f" to {greatest:,.{digits}g}" if greatest > begin * scale else ""
-        y = min(up(share), _BASE - 1)  # what is above zero can be seen
+        y = min(up(share), _BASE - 1)  # anything above zero must be visible
         width = max(across(end) - across(begin) - 1, 0.8)
         bars.append((across(begin), y, width, _BASE - y, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
     return Chart(title, caption, bars, [(up(value), f"{text}%") for value, text in nice_ticks(0, top, 4)], marks)
 
 
 def nice_ticks(low: float, high: float, max_steps: int, *, whole: bool = False) -> list[tuple[float, str]]:
-    """At most ``max_steps`` + 1 round values from ``low`` to ``high``, whole ones if ``whole``, with their texts."""
+    """Return at most ``max_steps`` + 1 round values (integers if ``whole``) from ``low`` to ``high``, with texts."""
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [(low, _written(low, 1.0))]
@@ -475,6 +475,6 @@ def nice_ticks(low: float, high: float, max_steps: int, *, whole: bool = False) 
 
 
 def _written(value: float, step: float) -> str:
-    """A tick's value, with the decimals by which ticks that are a ``step`` apart differ."""
+    """Return a tick's value, with enough decimals to distinguish ticks that are a ``step`` apart."""
     digits = next((digits for digits in range(4) if abs(step * 10**digits - round(step * 10**digits)) < 1e-6), 4)
     return f"{value:,.{digits}f}"

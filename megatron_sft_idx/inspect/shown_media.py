@@ -1,7 +1,7 @@
-"""Images and audio of a shard for people: counts, one line for each item of a pack, and small pictures for the page.
+"""Images and audio of a shard for people: counts, one line for each item of a pack, and thumbnails for the page.
 
-Sizes come from the heads of files. An image is decoded for its small picture alone, and only if its head says that it
-is not too large; a file that cannot be decoded is described like any other, with the reason.
+Sizes come from the heads of files. An image is decoded only for its thumbnail, and only if its head shows that it is
+not too large. A file that cannot be decoded is described like any other, with the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_sft_idx.layout.media_layout import KINDS, Kind
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.media_reader import ShardMedia
 
-# A larger image is described, but not decoded for its small picture.
+# A larger image is described, but not decoded for a thumbnail.
 _LIMITS: Final = MediaLimits(max_pixels=1 << 25)
-# Longest side in pixels, and JPEG quality, of small pictures: the first one that is small enough is taken.
+# Longest side in pixels, and JPEG quality, of thumbnails: the first one that is small enough is used.
 _SIZES: Final = ((160, 75), (160, 50), (96, 50), (48, 40))
 MAX_THUMBNAIL_NBYTES: Final = 8 << 10
-# Of all small pictures of a page: their bytes as data URIs, and the pixels of the images that are decoded for them.
+# For all thumbnails of a page: their size as data URIs in bytes, and the number of decoded pixels.
 MAX_THUMBNAILS_NBYTES: Final = 400_000
 _MAX_DECODED_PIXELS: Final = 1 << 29
 _CHUNK_ITEMS = 1 << 20
@@ -37,15 +37,15 @@ _UNITS: Final[Mapping[Kind, tuple[str, str]]] = {"image": ("image", "images"), "
 
 
 class MediaCounts(NamedTuple):
-    """How much of images and audio a shard has.
+    """The amount of images and audio in a shard.
 
     Attributes:
-        images: items that show an image.
-        recordings: items that are audio.
-        positions: tokens that are placeholders of them.
-        files: distinct files.
-        nbytes: bytes of the distinct files.
-        repeats: items whose file an earlier item has too.
+        images: number of image items.
+        recordings: number of audio items.
+        positions: number of their placeholder tokens.
+        files: number of distinct files.
+        nbytes: size of the distinct files in bytes.
+        repeats: number of items whose file also belongs to an earlier item.
     """
 
     images: int
@@ -57,7 +57,7 @@ class MediaCounts(NamedTuple):
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """Return all counts in one line."""
         kinds = [(self.images, _UNITS["image"]), (self.recordings, _UNITS["audio"])]
         named = [counted(count, *units) for count, units in kinds if count]
         if not named:
@@ -69,7 +69,7 @@ class MediaCounts(NamedTuple):
 
 
 def count_media(media: ShardMedia) -> MediaCounts:
-    """The counts of a shard, by its index arrays."""
+    """Return the counts of a shard, from its index arrays."""
     by_kind, positions = np.zeros(256, np.int64), 0
     for begin in range(0, media.header.num_items, _CHUNK_ITEMS):
         by_kind += np.bincount(media.arrays["kinds"][begin : begin + _CHUNK_ITEMS], minlength=256)
@@ -83,16 +83,17 @@ def count_media(media: ShardMedia) -> MediaCounts:
 
 
 class ShownItem(NamedTuple):
-    """An image or recording as it is described.
+    """The description of an image or recording.
 
     Attributes:
         kind: ``image`` or ``audio``.
         start: its first position in the pack.
-        length: how many positions it takes.
+        length: number of its positions.
         nbytes: size of its file.
-        size: height and width in pixels, or samples and their rate in hertz; None if that is not known.
-        problem: why its file cannot be shown; empty if nothing is known to be wrong with it.
-        same_as: numbers of the pack and of the item in it that have the same file first; None if this item has.
+        size: height and width in pixels, or number of samples and their rate in hertz; None if unknown.
+        problem: why its file cannot be shown; "" if no problem is known.
+        same_as: numbers of the pack and of the item in it with the first use of the same file; None if this is the
+            first.
     """
 
     kind: Kind
@@ -105,22 +106,22 @@ class ShownItem(NamedTuple):
 
     @property
     def facts(self) -> str:
-        """``image, 640 x 480 pixels, 12.3 KiB``."""
+        """Return ``image, 640 x 480 pixels, 12.3 KiB``."""
         return ", ".join([self.kind, *self._extent(), shown_nbytes(self.nbytes)])
 
     def _extent(self) -> list[str]:
-        """Its pixels or seconds in words; empty if they are not known."""
+        """Return its pixels or seconds as text; empty if unknown."""
         if self.size is not None and self.kind == "image":
             return [f"{self.size[1]:,} x {self.size[0]:,} pixels"]
         return [] if self.seconds is None else [f"{self.seconds:,.2f} seconds"]
 
     @property
     def seconds(self) -> float | None:
-        """Length of a recording; None for an image, or if it is not known."""
+        """Return the length of a recording; None for an image, or if it is unknown."""
         return self.size[0] / self.size[1] if self.size is not None and self.kind == "audio" else None
 
     def as_dict(self, sequence: int) -> dict[str, Any]:
-        """As plain values; ``sequence`` is the number of the sequence that it is in."""
+        """Return it as plain values; ``sequence`` is the number of its sequence."""
         described: dict[str, Any] = {"kind": self.kind, "sequence": sequence, "start": self.start}
         described |= {"length": self.length, "nbytes": self.nbytes}
         if self.size is not None and self.kind == "image":
@@ -134,7 +135,7 @@ class ShownItem(NamedTuple):
         return described
 
     def line(self, number: int, sequence: int) -> str:
-        """One line about it; ``number`` is its number in the pack, ``sequence`` that of the sequence that it is in."""
+        """Return one line about it; ``number`` is its number in the pack, ``sequence`` that of its sequence."""
         last = self.start + self.length - 1
         parts = [f"item {number}: {self.kind}", f"sequence {sequence}", f"positions {self.start} to {last}"]
         parts += [*self._extent(), f"{self.nbytes:,} bytes"]
@@ -144,9 +145,9 @@ class ShownItem(NamedTuple):
 
 
 def shown_items(shard: Shard, pack: int, stop: int | None = None) -> list[ShownItem]:
-    """The images and audio of a pack, or the first ``stop`` of them, described by the heads of their files.
+    """Return descriptions of a pack's images and audio, or of the first ``stop``, from the heads of their files.
 
-    CorruptShardError: a rule is broken by their places (M5, M6, M8, M9). A file that is damaged is described so.
+    CorruptShardError: their positions break a rule (M5, M6, M8, M9). A damaged file is described as damaged.
     """
     media = shard.media
     if media is None:
@@ -162,12 +163,12 @@ def shown_items(shard: Shard, pack: int, stop: int | None = None) -> list[ShownI
 
 
 def blobs_of(media: ShardMedia, pack: int) -> NDArray[np.uint32]:
-    """The numbers of the files of the items of a pack, uint32 [items]."""
+    """Return the file numbers of the items of a pack, uint32 [items]."""
     return media.items(pack, pack + 1)[1].blobs
 
 
 def _first_items(media: ShardMedia, blobs: NDArray[np.uint32], begin: int) -> dict[int, int]:
-    """Of each of these blobs, which the items from ``begin`` on show, the number of the first item that shows it."""
+    """Return for each blob shown by the items from ``begin`` on the number of the first item that shows it."""
     firsts: dict[int, int] = {}
     wanted = np.unique(blobs)
     for first in range(0, begin + len(blobs), _CHUNK_ITEMS):
@@ -181,14 +182,14 @@ def _first_items(media: ShardMedia, blobs: NDArray[np.uint32], begin: int) -> di
 
 
 def _place_of(media: ShardMedia, item: int) -> tuple[int, int]:
-    """The pack that an item, by its number among all, is in, and its number there."""
+    """Return the pack of an item (numbered among all items), and its number in the pack."""
     offsets, num_packs = media.arrays["item_offsets"], media.header.num_packs
     pack = bisect_right(range(num_packs), item, key=lambda i: int(offsets[i : i + 1][0])) - 1
     return pack, item - int(offsets[pack : pack + 1][0])
 
 
 def _looked_at(media: ShardMedia, kind: Kind, blob: int) -> tuple[tuple[int, int] | None, str]:
-    """The size of a file, or why it is not known: empty where the library that could tell is not installed."""
+    """Return the size of a file, or why it is unknown: "" if the required library is not installed."""
     try:
         return stored_size(kind, media.data(blob), MediaLimits()), ""
     except (FormatError, RowError) as error:
@@ -196,17 +197,17 @@ def _looked_at(media: ShardMedia, kind: Kind, blob: int) -> tuple[tuple[int, int
 
 
 def _problem_of(error: FormatError | RowError) -> str:
-    """Why a file cannot be shown; empty if it is not the file, but the library that reads it is not installed."""
+    """Return why a file cannot be shown; "" if the only problem is a library that is not installed."""
     if isinstance(error, CorruptShardError):
         return f"damaged: its bytes do not have their hash (rule {error.rule})"
     return str(error) if isinstance(error, RowError) else ""
 
 
-# ---- small pictures ----
+# ---- thumbnails ----
 
 
 class Thumbnail(NamedTuple):
-    """A small picture: its address, which holds all of it, and its width and height in pixels."""
+    """A thumbnail: its address, which contains all its data, and its width and height in pixels."""
 
     uri: str
     width: int
@@ -215,11 +216,11 @@ class Thumbnail(NamedTuple):
 
 @dataclass
 class Thumbnails:
-    """Makes the small pictures of a page, as long as they fit into its budget.
+    """Makes the thumbnails of a page, as long as they fit in its budget.
 
     Attributes:
-        nbytes: how many bytes their addresses may still have.
-        pixels: how many pixels may still be decoded for them.
+        nbytes: remaining size of their addresses in bytes.
+        pixels: remaining number of pixels that may be decoded for them.
     """
 
     nbytes: int = MAX_THUMBNAILS_NBYTES
@@ -227,16 +228,16 @@ class Thumbnails:
     _made: dict[int, Thumbnail | str | None] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Begin another page: its small pictures have room again."""
+        """Begin another page, with a new budget for thumbnails."""
         self.nbytes = MAX_THUMBNAILS_NBYTES
 
     def of(self, media: ShardMedia, blob: int, allowance: int) -> Thumbnail | str | None:
-        """The small picture of an image, why there is none, or None if pillow is not installed.
+        """Return the thumbnail of an image, or why there is none, or None if pillow is not installed.
 
         Args:
-            media: of the shard.
+            media: media of the shard.
             blob: the number of the file.
-            allowance: how many of ``nbytes`` it may have.
+            allowance: how much of ``nbytes`` it may use.
         """
         if blob not in self._made:
             try:
@@ -271,7 +272,7 @@ _NO_ROOM: Final = "no room left for its small picture"
 
 
 def _small(image: Any, side: int) -> Any:
-    """An image of pillow in RGB, at most of this side, and on white where it is transparent."""
+    """Return a pillow image in RGB, at most of this side, with transparent parts on white."""
     from PIL import Image, ImageOps
 
     image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
@@ -290,5 +291,5 @@ def _small(image: Any, side: int) -> Any:
 
 
 def sequence_of(bounds: Sequence[int], position: int) -> int:
-    """The number of the sequence that a position of a pack is in; ``bounds`` are those of its sequences."""
+    """Return the number of the sequence at a position of a pack; ``bounds`` are those of its sequences."""
     return bisect_right(bounds, position) - 1

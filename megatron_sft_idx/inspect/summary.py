@@ -1,4 +1,4 @@
-"""Counts what a shard holds, in one pass, and points at packs that somebody should look at before training on them."""
+"""Count the contents of a shard in one pass, and point out packs to check before training on them."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ _FLAGS = {
     "Cut mid-turn": ("sequence", "ends in a trained token"),
     "One-token sequences": ("sequence", "{tokens}"),
 }
-# Rankings of packs, and the unit of the value by which packs are ranked.
+# Rankings of packs, and the unit of the ranked value.
 _LARGEST = {"Most sequences": "sequence", "Costliest attention": "pair of tokens", "Least filled": "token"}
 _PLURALS = {"pair of tokens": "pairs of tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Oddity:
-    """One kind of packs or sequences that somebody should look at: the largest, or what is rarely intended.
+    """One kind of packs or sequences to check: the largest ones, or a rarely intended kind.
 
     Attributes:
         kind: its name, in a few words.
-        count: how many there are of the kind; None where the largest are listed, which are not counted.
+        count: number of packs or sequences of this kind; None for a list of the largest.
         unit: what is counted, in the singular.
         remarks: the first few of the kind, or the largest.
-        exact: whether ``count`` is of the whole shard, not of a sample of its hashes.
+        exact: whether ``count`` is for the whole shard, not for a sample of its hashes.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Oddity:
 
     @property
     def counted(self) -> str:
-        """``3 packs``, ``none``, or an empty text where ``count`` is None."""
+        """Return ``3 packs``, ``none``, or "" if ``count`` is None."""
         if not self.count:
             return "" if self.count is None else "none"
         return counted(self.count, self.unit)
@@ -90,15 +90,15 @@ class Survey:
     """The counts of a shard. Each of its windows is added once.
 
     Attributes:
-        shard: what is counted.
+        shard: the shard.
         header: its header.
         nbytes: size of each file, by suffix.
-        sequence_lengths: tokens of every sequence.
-        pack_lengths: tokens of every pack.
+        sequence_lengths: number of tokens of every sequence.
+        pack_lengths: number of tokens of every pack.
         sequences: number of sequences of every pack.
-        cost: pairs of tokens that attend to each other in every pack.
-        trained, sequence_trained: trained share of the tokens of every pack, and of every sequence, in thousandths.
-        sources: counts by input file; None where the shard does not say where its sequences came from.
+        cost: number of pairs of tokens that attend to each other in every pack.
+        trained, sequence_trained: trained fraction of every pack, and of every sequence, in thousandths.
+        sources: counts by input file; None if the shard does not have the origin of its sequences.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -113,7 +113,7 @@ class Survey:
         self.sequences, self.cost = Tally(self.header.most_sequences), Tally(longest * (longest + 1) // 2)
         self.trained, self.sequence_trained = Tally(PERMILLE), Tally(PERMILLE)
         self._cut_length = cut_length(self.header)
-        self._counts: Counter[str] = Counter()  # of the kinds of ``_FLAGS``
+        self._counts: Counter[str] = Counter()  # by kind in ``_FLAGS``
         self._largest = {kind: LargestValues(_MAX_REMARKS) for kind in (*_FLAGS, "Longest sequences", *_LARGEST)}
         self._repeats = HashSample()
         self.names = source_names(shard)
@@ -121,21 +121,21 @@ class Survey:
 
     @property
     def fill(self) -> float:
-        """Tokens of all packs divided by their positions."""
+        """Number of tokens of all packs divided by the number of their positions."""
         positions = self.header.num_packs * self.header.capacity
         return self.header.num_tokens / positions if positions else 0.0
 
     @property
     def cost_spread(self) -> float:
-        """Attention pairs of the costliest pack divided by their mean over all packs."""
+        """Number of attention pairs of the costliest pack divided by the mean over all packs."""
         return self.cost.largest / self.cost.mean if self.cost.total else 0.0
 
     def add(self, window: Window) -> None:
-        """Add what a window holds. FormatError: packs are larger than the header says (rule H9)."""
+        """Add the contents of a window. FormatError: packs are larger than the header says (rule H9)."""
         ids, loss = window.content()
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
         begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
-        # ``Tally`` has no room for values larger than it was told.
+        # ``Tally`` has no space for values above its maximum.
         self._require_at_most("longest_pack", pack_lengths, self.header.longest_pack)
         self._require_at_most("most_sequences", counts, self.header.most_sequences)
         cost = np.add.reduceat(lengths * (lengths + 1) // 2, begins)
@@ -147,9 +147,10 @@ class Survey:
         self.cost.add(cost)
         self.sequence_trained.add(_permille(trained, lengths))
         self.trained.add(_permille(of_packs, pack_lengths))
-        # Entry j of a mask is about token j + 1, so the last entry but one says whether the last token is trained on.
+        # Entry j of a mask is about token j + 1, so the entry before the last one says whether the last token is
+        # trained on.
         is_cut = (lengths == (self._cut_length or 0)) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
-        # The first token of a sequence is never trained on, as nothing predicts it.
+        # The first token of a sequence is never trained on, because nothing predicts it.
         is_whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
         values = {"All masked": of_packs == 0, "All trained": is_whole}
         values |= {"Most sequences": counts, "Costliest attention": cost, "Least filled": -pack_lengths}
@@ -177,9 +178,9 @@ class Survey:
 
     @cached_property
     def odd(self) -> list[Oddity]:
-        """All kinds of oddities, some of them without remarks. Every window must have been added.
+        """Return all kinds of oddities, some of them without remarks. Every window must have been added.
 
-        A ranking has no remarks where all packs, or all sequences, have the same value.
+        A ranking has no remarks if all packs, or all sequences, have the same value.
         """
         odd = []
         for kind, (unit, note) in _FLAGS.items():
@@ -206,14 +207,14 @@ class Survey:
         for kind, unit in _LARGEST.items():
             pairs = [] if tallies[kind].is_constant else self._largest[kind].pairs
             if kind == "Least filled":
-                # A pack as long as the longest is not odd, even where it is among the four shortest.
+                # A pack as long as the longest is not odd, even if it is among the four shortest.
                 pairs = [(-length, pack) for length, pack in pairs if -length < self.header.longest_pack]
             remarks = [Remark(pack, None, counted(value, unit, _PLURALS.get(unit))) for value, pack in pairs]
             odd.append(Oddity(kind, None, "", remarks))
         return odd
 
     def _sequence(self, number: int, note: str) -> Remark:
-        """A remark on sequence ``number`` of the shard; its length replaces ``{tokens}``, its origin is added."""
+        """Return a remark on sequence ``number`` of the shard, with its length for ``{tokens}`` and its origin."""
         pack, sequence, length = locate_sequence(self.shard, number)
         note = note.format(tokens=counted(length, "token"))
         if self.names is not None:
@@ -223,13 +224,13 @@ class Survey:
 
 
 def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``part / whole`` in thousandths, rounded, int64."""
+    """Return ``part / whole`` in thousandths, rounded, int64."""
     shares: NDArray[np.int64] = (2 * part * PERMILLE + whole) // (2 * whole)
     return shares
 
 
 def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
-    """Where sequence ``number`` of a shard is: its pack, its number in the pack, and its length in tokens."""
+    """Return the position of sequence ``number`` of a shard: its pack, its number in the pack, its length in tokens."""
     offsets = shard.files.sequence_offsets
     pack = bisect_right(range(len(shard)), number, key=lambda i: int(offsets[i : i + 1][0])) - 1
     sequence = number - int(offsets[pack : pack + 1][0])
@@ -238,14 +239,16 @@ def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
 
 
 def survey_shard(shard: Shard, *, on_progress: Update | None = None) -> Survey:
-    """Counts a shard in bounded memory. Open it with the backend ``pread``: mapped pages count as memory of a process.
+    """Count the contents of a shard in bounded memory.
+
+    Open it with ``pread``: mapped pages count as memory of a process.
 
     Args:
         shard: the shard.
         on_progress: called after each window with its tokens and packs.
 
     Raises:
-        FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
+        FormatError: the indexes do not divide the tokens into packs and sequences, or contradict the header.
     """
     survey = Survey(shard)
     for window in windows(shard.files, columns={} if survey.sources is None else {SOURCE: shard.columns.open(SOURCE)}):
@@ -255,11 +258,11 @@ def survey_shard(shard: Shard, *, on_progress: Update | None = None) -> Survey:
     return survey
 
 
-# ---- what the header tells ----
+# ---- information in the header ----
 
 
 def fingerprints(header: Header) -> dict[str, str]:
-    """Fingerprints of what a shard was made from, by name; those that its header does not hold are left out."""
+    """Return fingerprints of a shard's sources, by name; missing ones are omitted."""
     texts = {
         "shard": header.shard_id.hex(),
         "tokenizer": header.tokenizer,
@@ -270,18 +273,18 @@ def fingerprints(header: Header) -> dict[str, str]:
 
 
 def losses(header: Header) -> dict[str, int]:
-    """Counts in the metadata of what the shard does not hold: rows skipped, sequences too long, tokens dropped."""
+    """Return the counts of lost data in the metadata: rows skipped, sequences too long, tokens dropped."""
     counts: dict[str, Any] = {}
     sources, packing = header.metadata.get("sources"), header.metadata.get("packing")
     if isinstance(sources, dict):
         counts["rows skipped"] = sources.get("skipped")
     if isinstance(packing, dict):
         counts |= {name: packing.get(key) for key, name in _LOSSES.items()}
-    # Anybody may write anything into the metadata.
+    # The metadata is untrusted.
     return {name: value for name, value in counts.items() if type(value) is int and 0 <= value < 2**63}
 
 
-# ---- the summary, for people and for programs ----
+# ---- the summary for people and for programs ----
 
 
 def column_kind(spec: ColumnSpec) -> str:
@@ -291,7 +294,7 @@ def column_kind(spec: ColumnSpec) -> str:
 
 
 def column_lines(shard: Shard) -> Iterator[tuple[str, str]]:
-    """A heading for each column, and what it is in a few words."""
+    """Yield a heading and a short description for each column."""
     listed = listed_columns(shard.header.metadata)
     for name, column in shard.columns.items():
         origin = "written with the shard" if name in listed else "attached"
@@ -299,13 +302,13 @@ def column_lines(shard: Shard) -> Iterator[tuple[str, str]]:
 
 
 def media_lines(shard: Shard) -> Iterator[tuple[str, str]]:
-    """A heading and a line on the images and audio of a shard, if it was written with some."""
+    """Yield a heading and a line about the images and audio of a shard, if it has some."""
     if (media := shard.media) is not None:
         yield "images and audio", count_media(media).line
 
 
 def _columns_dict(shard: Shard) -> dict[str, dict[str, Any]]:
-    """Kind and size of each column, by name, and whether the shard was written with it (``listed``)."""
+    """Return kind and size of each column, by name, and whether the shard was written with it (``listed``)."""
     listed = listed_columns(shard.header.metadata)
     columns = {}
     for name, column in shard.columns.items():
@@ -316,7 +319,7 @@ def _columns_dict(shard: Shard) -> dict[str, dict[str, Any]]:
 
 
 def summary_lines(prefix: str, survey: Survey) -> list[str]:
-    """The lines of the summary, for people."""
+    """Return the lines of the summary, for people."""
     header = survey.header
     if not header.num_packs:
         return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(provenance(header))]
@@ -356,7 +359,7 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def provenance(header: Header) -> Iterator[tuple[str, str]]:
-    """What a shard was made from, by fingerprints, and whether its header was derived."""
+    """Yield the sources of a shard, as fingerprints, and whether its header was derived."""
     for name, value in fingerprints(header).items():
         yield f"{name} id" if name == "shard" else name, shortened(value, 200)
     if header.rebuilt:
@@ -379,7 +382,7 @@ _MAX_FILES_SHOWN = 20
 
 
 def _source_lines(survey: Survey) -> Iterator[str]:
-    """A table of the input files with the most tokens."""
+    """Yield a table of the input files with the most tokens."""
     if survey.sources is None:
         return
     files = sorted(survey.sources.table(), key=lambda file: -file.tokens)
@@ -405,7 +408,7 @@ def _odd_lines(survey: Survey) -> Iterator[str]:
 
 
 def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
-    """The summary as plain values, for programs."""
+    """Return the summary as plain values, for programs."""
     header = survey.header
     return {
         "prefix": prefix,

@@ -1,6 +1,6 @@
-"""Statistics that take bounded memory: a shard may have a billion sequences, and a laptop must be able to look at it.
+"""Statistics in bounded memory: a shard may have a billion sequences, and a laptop must be able to inspect it.
 
-Each class here is given the values of consecutive packs or sequences, window by window, and keeps none of the windows.
+Each class here gets the values of consecutive packs or sequences, window by window, and keeps none of the windows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Tally:
     """How often each value occurred.
 
     Args:
-        max_value: the largest value there can be. Where it is large, a few neighbouring values share a count.
+        max_value: the largest possible value. If it is large, several neighbouring values share a count.
 
     Attributes:
-        step: how many neighbouring values share a count.
+        step: number of neighbouring values that share a count.
         counts: int64; entry k counts the values from ``k * step`` on.
         total, sum, least, largest: number, sum, minimum and maximum of all values.
     """
@@ -52,14 +52,14 @@ class Tally:
         return self.sum / self.total if self.total else 0.0
 
     def quantile(self, share: float) -> int:
-        """The least value that at least ``share`` of all values do not exceed, exact to ``step``; 0.5: the median."""
+        """Return the smallest value that at least ``share`` of all values do not exceed, exact to ``step``."""
         if not self.total:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), max(1, share * self.total)))
         return min(max(at * self.step, self.least), self.largest)
 
     def histogram(self, bins: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Counts of values in about ``bins`` classes of equal width from ``low`` to ``high``, both included.
+        """Return counts of values in about ``bins`` classes of equal width from ``low`` to ``high``, both included.
 
         Returns:
             edges, whole numbers, int64 [classes + 1]; counts, int64 [classes].
@@ -74,7 +74,7 @@ class Tally:
         return edges, np.diff(sums[at])
 
     def describe(self) -> dict[str, Any]:
-        """Quantiles and the mean, as plain values."""
+        """Return quantiles and the mean, as plain values."""
         if not self.total:
             return {"count": 0}
         quantiles = {f"p{round(100 * share)}": self.quantile(share) for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
@@ -82,10 +82,10 @@ class Tally:
 
 
 class LargestValues:
-    """The largest values, with the numbers of their packs or sequences; of booleans, the first that are true.
+    """The largest values, with the numbers of their packs or sequences; for booleans, the first true ones.
 
     Args:
-        max_pairs: how many are kept.
+        max_pairs: maximum number to keep.
 
     Attributes:
         pairs: value and number, largest value first, equal values in the order of numbers.
@@ -96,7 +96,7 @@ class LargestValues:
         self.pairs: list[tuple[int, int]] = []
 
     def add(self, first: int, values: NDArray[Any]) -> None:
-        """Take the values of the numbers from ``first`` on, [values]."""
+        """Add the values of the numbers from ``first`` on, [values]."""
         full = len(self.pairs) == self._max_pairs
         least = self.pairs[-1][0] if full else None
         at = np.arange(len(values)) if least is None else np.flatnonzero(values > least)
@@ -116,16 +116,16 @@ class HashCounts(NamedTuple):
 
 
 class HashSample:
-    """A sample of sequences by their hashes, in which the copies of a sequence can be counted.
+    """A sample of sequences by their hashes, which allows counting the copies of a sequence.
 
-    A hash is kept if it is below a limit, which is halved when there are too many different ones. So either all copies
-    of a sequence are in the sample or none, also in that of another shard with the same limit.
+    A hash is kept if it is below a limit, which is halved when there are too many different hashes. So either all
+    copies of a sequence are in the sample or none; the same holds for another shard with the same limit.
 
     Args:
-        max_hashes: how many are kept at most, 2 or more; 24 bytes each, and twice as many while they are merged.
+        max_hashes: maximum number to keep, at least 2; 24 bytes each, and twice as much while they are merged.
 
     Attributes:
-        bits: a hash is kept where its highest ``bits`` bits are 0.
+        bits: a hash is kept if its highest ``bits`` bits are 0.
     """
 
     def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
@@ -134,7 +134,7 @@ class HashSample:
         self.bits = 0
 
     def add(self, hashes: NDArray[np.uint64], first: int) -> None:
-        """Take the hashes of the sequences from number ``first`` on, uint64 [sequences]."""
+        """Add the hashes of the sequences from number ``first`` on, uint64 [sequences]."""
         at = np.flatnonzero(self._below_limit(hashes))
         self._parts.append(HashCounts(hashes[at], at + first, np.ones(len(at), np.int64)))
         if sum(len(part.hashes) for part in self._parts) > self._max_hashes:
@@ -153,18 +153,18 @@ class HashSample:
         return is_below
 
     def merged(self) -> HashCounts:
-        """The hashes that are kept, each once, ascending. The sample itself keeps them so from here on."""
+        """Return the kept hashes, each once, ascending. The sample keeps them in this form from here on."""
         none = np.empty(0, np.int64)
         parts = [HashCounts(np.empty(0, np.uint64), none, none), *self._parts]
         hashes, numbers, times = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         unique, first, of = np.unique(hashes, return_index=True, return_inverse=True)
-        # Numbers ascend among equal hashes, so that the first is the least. Counts below 2^53 are exact.
+        # Numbers ascend among equal hashes, so the first is the smallest. Counts below 2^53 are exact.
         merged = HashCounts(unique, numbers[first], np.bincount(of, times, len(unique)).astype(np.int64))
         self._parts = [merged]
         return merged
 
     def most_repeated(self, max_hashes: int) -> list[tuple[int, int]]:
-        """The hashes that occur most often, if more than once: (3, 17) is a sequence 17 that is there three times."""
+        """Return the most frequent repeated hashes: (3, 17) is sequence 17 with three copies."""
         counted = self.merged()
         again = np.flatnonzero(counted.times > 1)
         most = again[np.argsort(-counted.times[again], kind="stable")[:max_hashes]]

@@ -1,4 +1,4 @@
-"""Packs as text that people can trust: it shows which tokens are trained on, and cannot command a terminal."""
+"""Packs as safe text: it shows which tokens are trained on, and cannot command a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_sft_idx.storage.progress import Update
 
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
 _CONTEXT = 40  # characters shown before and after a match
-_MAX_CHARACTER_TOKENS = 8  # the most tokens that one character consists of
+_MAX_CHARACTER_TOKENS = 8  # maximum number of tokens of one character
 
 # Styles of a notebook's cell, legible on light and dark backgrounds.
 _MARK = "color: inherit; background: rgba(30, 136, 209, .32); border-bottom: 1px solid #1e88d1"
@@ -37,7 +37,7 @@ def counted(count: int, unit: str, plural: str | None = None) -> str:
 
 
 def shown_nbytes(nbytes: int) -> str:
-    """A size as people write it: ``1023 B``, ``1.5 KiB``."""
+    """Return a size in readable form: ``1023 B``, ``1.5 KiB``."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -45,7 +45,7 @@ def shown_nbytes(nbytes: int) -> str:
 
 
 def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
-    """The ids themselves, as a ``Decode`` where there is no tokenizer."""
+    """Return the ids themselves, as a ``Decode`` without a tokenizer."""
     return "".join(f"{number} " for number in np.asarray(ids).tolist())
 
 
@@ -80,7 +80,7 @@ class HasPlace(Protocol):
 
     @property
     def length(self) -> int:
-        """How many positions it takes."""
+        """Number of its positions."""
 
 
 class Folded(NamedTuple):
@@ -89,7 +89,7 @@ class Folded(NamedTuple):
     Attributes:
         kind: ``image`` or ``audio``.
         start: its first position, counted from the first token of the sequence.
-        length: how many positions it takes there.
+        length: number of its positions there.
         number: its number among the images and recordings of the pack.
     """
 
@@ -100,7 +100,7 @@ class Folded(NamedTuple):
 
 
 def folded_in(media: Sequence[HasPlace], start: int, stop: int) -> list[Folded]:
-    """What is at positions ``[start, stop)`` of a pack of its images and recordings, in order."""
+    """Return the images and recordings of a pack at positions ``[start, stop)``, in order."""
     found = []
     for number, item in enumerate(media):
         first, last = max(item.start, start), min(item.start + item.length, stop)
@@ -119,7 +119,7 @@ def mark_pack(
     media: Sequence[HasPlace] = (),
     color: bool = False,
 ) -> str:
-    """Renders a whole pack: a line with positions and counts above each sequence, and trained text marked.
+    """Render a whole pack: a line with positions and counts above each sequence, and trained text marked.
 
     Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole. The
     placeholder tokens of an image or recording are folded: ``<image x 576>``.
@@ -128,8 +128,8 @@ def mark_pack(
         ids: token ids of the pack, [length].
         loss_mask: label-aligned mask, [length].
         boundaries: ``[0, start_1, ..., length]``.
-        decode: makes text of ids and keeps special tokens.
-        sources: name of each sequence's origin; empty where that is not known.
+        decode: converts ids to text and keeps special tokens.
+        sources: name of each sequence's origin; empty if it is unknown.
         media: images and recordings of the pack, in order.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
@@ -149,7 +149,7 @@ def mark_pack(
 
 
 class MarkedPack:
-    """A pack as people read it: printed as ``mark_pack`` has it, in a notebook with trained text highlighted."""
+    """A readable pack: printed like ``mark_pack``; in a notebook with trained text highlighted."""
 
     def __init__(self, pack: Pack, decode: Decode) -> None:
         self._pack, self._decode = pack, decode
@@ -175,11 +175,11 @@ class MarkedPack:
 
 
 def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
-    """A pack for people, printed or at the end of a notebook's cell; what is trained on is marked.
+    """Return a readable pack, to print or to show at the end of a notebook's cell; trained text is marked.
 
     Args:
         pack: ``ds[i]`` of any dataset of this package.
-        tokenizer: what made its ids: a local folder or file, or an object with ``decode``, such as one of
+        tokenizer: the tokenizer of its ids: a local folder or file, or an object with ``decode``, such as one of
             transformers'; None shows ids.
 
     Raises:
@@ -199,7 +199,7 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
 
 def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], source: str = "") -> str:
-    """The line above a sequence in ``mark_pack``."""
+    """Return the line above a sequence in ``mark_pack``."""
     trained, source = np.count_nonzero(weights), f" ({on_one_line(source)})" if source else ""
     return (
         f"── sequence {number}{source}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
@@ -210,10 +210,10 @@ class MarkedSpan(NamedTuple):
     """Tokens of one weight that are shown together.
 
     Attributes:
-        text: with control characters as pictures; of placeholder tokens ``<image x 576>``.
-        weight: what the tokens are trained with.
-        length: how many tokens there are.
-        item: number of the image or recording in the pack whose placeholders they are; None for text.
+        text: with control characters as pictures; for placeholder tokens ``<image x 576>``.
+        weight: training weight of the tokens.
+        length: number of tokens.
+        item: number in the pack of the image or recording to which these placeholders belong; None for text.
     """
 
     text: str
@@ -225,7 +225,7 @@ class MarkedSpan(NamedTuple):
 def marked_spans(
     ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, media: Sequence[Folded] = ()
 ) -> Iterator[MarkedSpan]:
-    """The spans of tokens of equal weight of one sequence; those of each of its images and recordings stand apart."""
+    """Yield the spans of equal weight of one sequence; each of its images and recordings is a separate span."""
     position, shown = 0, np.full(len(ids), -1, np.int64)
     for number, item in enumerate(media):
         shown[item.start : item.start + item.length] = number
@@ -241,10 +241,10 @@ def marked_spans(
 
 
 def token_texts(ids: NDArray[np.integer], decode: Decode) -> list[tuple[str, list[int]]]:
-    """The text of each token, control characters shown as pictures; tokens that share a character stand together.
+    """Return the text of each token with control characters as pictures; tokens that share a character are joined.
 
-    Each token is decoded together with the one before it, as some tokenizers drop the space that begins a text. Where
-    the texts do not add up to that of all ids, the result is one text of all tokens.
+    Each token is decoded together with the previous one, because some tokenizers drop the space at the beginning of a
+    text. If the texts do not add up to that of all ids, the result is one text of all tokens.
     """
     texts: list[tuple[str, list[int]]] = []
     before: list[int] = []
@@ -262,18 +262,18 @@ def token_texts(ids: NDArray[np.integer], decode: Decode) -> list[tuple[str, lis
 def _marked(text: str, weight: float, color: bool) -> str:
     if weight == 0:
         return text
-    # A background that runs over a line's end paints the rest of the line in many terminals.
+    # A background that continues after the end of a line paints the rest of the line in many terminals.
     marked = f"{GREEN}{text.replace(chr(10), f'{RESET}{chr(10)}{GREEN}')}{RESET}" if color else f"[[{text}]]"
     return marked if weight == 1 else f"{marked}x{weight:g}"
 
 
-# ---- a text, looked for in all packs ----
+# ---- search for a text in all packs ----
 
 
 class Match(NamedTuple):
-    """A place where a text occurs: numbers of the pack, of the sequence in it, and of the token there that begins it.
+    """An occurrence of a text: numbers of the pack, of the sequence in it, and of the token at its beginning.
 
-    ``trained`` is whether that token is trained on; ``before`` and ``after`` are the text around the match.
+    ``trained`` is whether that token is trained on; ``before`` and ``after`` are the surrounding text.
     """
 
     pack: int
@@ -293,13 +293,13 @@ def find_text(
     selected: NDArray[np.bool_] | None = None,
     on_progress: Update | None = None,
 ) -> Iterator[Match]:
-    """Yields every match of a text in the decoded sequences, in order. No match crosses the end of a sequence.
+    """Yield every occurrence of a text in the decoded sequences, in order. None crosses the end of a sequence.
 
     Args:
         shard: the shard.
-        text: looked for literally; not empty.
+        text: the text to find, literally; not empty.
         decode: ids to text.
-        selected: which sequences are searched, bool [sequences]; None for all.
+        selected: the sequences to search, bool [sequences]; None for all.
         on_progress: called after each window with its tokens and packs.
     """
     for window in windows(shard.files):
@@ -321,13 +321,13 @@ def find_text(
 
 
 def _token_at(ids: NDArray[Any], decode: Decode, at: int) -> int:
-    """The token of a sequence in which character ``at`` of its text begins."""
+    """Return the token of a sequence in which character ``at`` of its text begins."""
 
     def text_of(token: int) -> str:
         return decode(ids[: token + 1].tolist())
 
-    # Where the last character is not whole yet, decode shows replacement characters, so those at the end do not count.
-    # Nor do replacement characters of the text itself, so the token that is found may be one behind the right one.
+    # If the last character is incomplete, decode shows replacement characters, so those at the end do not count.
+    # Replacement characters in the text itself do not count either, so the result may be one token too late.
     token = bisect_right(range(len(ids) - 1), at, key=lambda token: len(text_of(token).rstrip("\ufffd")))
     while token > 0 and len(text_of(token - 1)) > at:
         token -= 1

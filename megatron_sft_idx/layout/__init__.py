@@ -1,7 +1,8 @@
-"""Bytes of the format, version 1: the one place in Python that knows where which byte lies, as FORMAT.md specifies it.
+"""The byte layout of the format, version 1. All Python code takes it from here; FORMAT.md is the specification.
 
-Readers, writers and ``verify`` all take it from here, so they cannot disagree. ``files`` has the names of the files and
-the bytes of both indexes, ``column`` the bytes of columns. Nothing here opens or writes a file.
+Because readers, writers and ``verify`` share this code, they cannot disagree. ``files`` has the file names and the
+layout of both indexes, ``column`` the layout of columns, ``media`` that of images and audio. This package never opens
+or writes a file.
 """
 
 from megatron_sft_idx.layout.files import (

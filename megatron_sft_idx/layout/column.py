@@ -1,9 +1,9 @@
-"""A column, ``X.<name>.col``: values that travel beside the tokens of a shard, one row a token, a sequence or a pack.
+"""The layout of a column file, ``X.<name>.col``: values next to the tokens, one row per token, sequence or pack.
 
 The file begins with a header of the same form as that of ``.seq.idx``, with 128 bytes of fixed fields (``COLUMN``). It
 holds the id of the shard that the column belongs to, and the checksum of the values. The values follow up to the end of
 the file: rows x width items, row by row. A shard that was written with a column lists the checksum of the column's
-header. As the header holds the checksum of the values, that one checksum covers the whole file.
+header. Because the header holds the checksum of the values, this one checksum covers the whole file.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ COLUMN = HeaderForm(
 )
 COLUMN_MAGIC, FIXED_NBYTES = COLUMN.magic, COLUMN.fixed_nbytes
 MAX_WIDTH = 1 << 16
-# The key of a shard's JSON block that lists the columns by which its masks were multiplied.
+# The key of a shard's JSON block for the columns whose values were multiplied into the loss masks.
 WEIGHTED_BY = "loss_weight_columns"
 PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
 # The loss mask has the alignment "label".
 _ALIGNMENTS: dict[Alignment, int] = {"label": 1, "token": 2}
-# Dtypes by code. 1 to 8 are Megatron's codes (megatron.core.datasets.indexed_dataset.DType), 9 and 10 are added here.
+# Dtypes by code. 1 to 8 are Megatron's codes (megatron.core.datasets.indexed_dataset.DType), 9 and 10 are ours.
 COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2", "<u4", "<f2"), 1)
@@ -65,7 +65,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 
 
 def number_of(text: str) -> int | float:
-    """The number that a text stands for: of digits alone, also before ``.0``, exactly; else the nearest float64.
+    """Parse a number. Whole numbers, also with ``.0``, are exact; all others become the nearest float64.
 
     >>> number_of("9007199254740993.0"), number_of("0.5"), number_of("1e3")
     (9007199254740993, 0.5, 1000.0)
@@ -76,18 +76,18 @@ def number_of(text: str) -> int | float:
 @shown_by_fields
 @dataclass(frozen=True)
 class ColumnSpec:
-    """What a column is, without its values.
+    """The properties of a column without its values.
 
     Attributes:
-        per: what has one row: a token, a sequence or a pack.
+        per: the unit of a row: a token, a sequence or a pack.
         dtype: dtype of the items, one of ``COLUMN_DTYPES``.
-        width: how many items a row has: values are [rows] if it is 1, else [rows, width].
-        alignment: what row j of a column of tokens belongs to: ``token`` j, or the ``label`` at j, which is token
-            j + 1. Readers are told which, and values are never shifted. It is ``token`` for all other columns.
-        metadata: JSON object that travels with the column.
+        width: number of items in a row: values are [rows] if it is 1, else [rows, width].
+        alignment: for a column of tokens, what row j belongs to: ``token`` j, or the ``label`` at j, which is token j +
+            1. Readers report the alignment and never shift values. It is ``token`` for all other columns.
+        metadata: JSON object that is stored with the column.
 
     Raises:
-        FormatError: a value that the format does not allow.
+        FormatError: the format does not allow one of the values.
     """
 
     per: Per
@@ -110,7 +110,7 @@ class ColumnSpec:
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {brief(self.width)}: expected a whole number from 1 to {MAX_WIDTH}")
-        COLUMN.nbytes(self.metadata)  # refuses metadata that cannot be stored
+        COLUMN.nbytes(self.metadata)  # rejects metadata that cannot be stored
 
     @classmethod
     def of(
@@ -121,33 +121,36 @@ class ColumnSpec:
         alignment: Alignment = "token",
         metadata: Mapping[str, Any] | None = None,
     ) -> ColumnSpec:
-        """The spec of a column that has the values of an array, [rows] or [rows, width]."""
+        """Return the spec for a column with the values of an array, [rows] or [rows, width]."""
         return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, alignment, metadata or {})
 
     @property
     def header_nbytes(self) -> int:
-        """Bytes of the file before the values."""
+        """Size of the file before the values, in bytes."""
         return COLUMN.nbytes(self.metadata)
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return int(self.dtype.itemsize) * self.width
 
     @property
     def kind(self) -> tuple[Per, str, int, Alignment]:
-        """The spec without metadata. Columns of one name can be joined, or read together, if they have equal kinds."""
+        """The spec without metadata.
+
+        Columns of the same name can be joined or read together if their kinds are equal.
+        """
         return self.per, self.dtype.str, self.width, self.alignment
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of an array of this number of rows: [rows] or [rows, width]."""
+        """Return the shape of an array with this number of rows: [rows] or [rows, width]."""
         return (rows,) if self.width == 1 else (rows, self.width)
 
     def array(self, name: str, values: ArrayLike, rows: int) -> NDArray[Any]:
-        """Values in the column's dtype and shape, as they are stored.
+        """Convert values to the column's dtype and shape, as they are stored.
 
         Raises:
-            ValueError: they have another shape, or are outside what the dtype can hold.
+            ValueError: the values have another shape, or do not fit the dtype.
         """
         try:
             array = plain_array(values)
@@ -164,7 +167,7 @@ class ColumnSpec:
             raise ValueError(f"column {name} has dtype {array.dtype}; expected {self.dtype}")
         with np.errstate(over="ignore"):
             stored = np.ascontiguousarray(array, self.dtype)
-        # Floating-point values are rounded; one that is too large would become infinite.
+        # Floating-point values are rounded. A value that is too large would become infinite.
         if (stored != array if is_integer else np.isinf(stored) & ~np.isinf(array)).any():
             raise ValueError(f"column {name} holds values that {self.dtype} does not; declare a wider dtype")
         return stored
@@ -177,7 +180,7 @@ class ColumnSpec:
 
     @classmethod
     def decode(cls, value: Any) -> ColumnSpec:
-        """The spec that ``encode`` made a JSON object of. ValueError: ``encode`` cannot have made this object."""
+        """Return the spec for an object from ``encode``. ValueError: ``encode`` cannot have made this object."""
         try:
             dtype = COLUMN_DTYPES[value["dtype"]]
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
@@ -186,13 +189,13 @@ class ColumnSpec:
 
 
 def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
-    """The columns by which the masks of a shard were multiplied, as its JSON block lists them."""
+    """Return the columns that were multiplied into the masks of a shard, as its JSON block lists them."""
     names = metadata.get(WEIGHTED_BY)
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def is_source(spec: ColumnSpec) -> bool:
-    """Whether a column has the form of ``source``: (file, row) for each sequence, and the files' names as metadata."""
+    """Return whether a column has the form of ``source``: (file, row) per sequence, and file names as metadata."""
     files = spec.metadata.get("files")
     names_files = isinstance(files, list) and all(
         isinstance(file, dict) and isinstance(file.get("name"), str) for file in files
@@ -201,7 +204,7 @@ def is_source(spec: ColumnSpec) -> bool:
 
 
 def check_named_spec(name: str, spec: ColumnSpec) -> None:
-    """FormatError where a column called ``source`` or ``pair`` has another form than its name promises (C9, C10)."""
+    """Raise FormatError if a column named ``source`` or ``pair`` does not have the required form (C9, C10)."""
     if name == "source" and not is_source(spec):
         raise FormatError(
             "column source: expected uint32 values of width 2 per sequence, and metadata with 'files', a list of"
@@ -215,9 +218,9 @@ def check_named_spec(name: str, spec: ColumnSpec) -> None:
 
 
 class NamedRows:
-    """Holds the rows of a column, which come in order, to what its name promises (rules C9 and C10).
+    """Check the rows of a ``source`` or ``pair`` column as they arrive in order (rules C9 and C10).
 
-    ``source`` and ``pair`` have rules for their rows; of every other name, all rows are accepted.
+    Columns with any other name accept all rows.
 
     Example:
         >>> rows = NamedRows("pair", PAIR)
@@ -232,10 +235,10 @@ class NamedRows:
     def __init__(self, name: str, spec: ColumnSpec) -> None:
         self._name, self._num_rows = name, 0
         self._num_files = len(spec.metadata["files"]) if name == "source" else 0
-        self._half_pair = np.empty((0, 2), np.uint32)  # the chosen sequence of a pair whose other one is still to come
+        self._half_pair = np.empty((0, 2), np.uint32)  # the chosen sequence of a pair that is still incomplete
 
     def require(self, rows: NDArray[Any]) -> None:
-        """ValueError where the next rows break a rule. They are not counted until ``accept``."""
+        """Raise ValueError if the next rows break a rule. The rows count only after ``accept``."""
         if self._name == "source" and rows[:, 0].max(initial=0) >= self._num_files:
             at = int(np.argmax(rows[:, 0] >= self._num_files))
             raise ValueError(
@@ -254,14 +257,14 @@ class NamedRows:
                 )
 
     def accept(self, rows: NDArray[Any]) -> None:
-        """Count rows that ``require`` has passed."""
+        """Count rows that ``require`` has accepted."""
         self._num_rows += len(rows)
         if self._name == "pair":
             both = np.concatenate([self._half_pair, rows])
             self._half_pair = both[len(both) // 2 * 2 :].copy()
 
     def finish(self) -> None:
-        """ValueError where rows are missing behind the last one."""
+        """Raise ValueError if rows are missing at the end."""
         if len(self._half_pair):
             raise ValueError(
                 f"column pair: the last pair has no rejected sequence, {self._half_pair.tolist()} (rule C10)"
@@ -269,7 +272,7 @@ class NamedRows:
 
 
 def num_rows_in(of: Any, per: Per) -> int:
-    """How many rows a column has: one for each token, sequence or pack that ``of``, such as a ``Header``, counts."""
+    """Return the number of rows of a column: one per token, sequence or pack counted by ``of``, e.g. a ``Header``."""
     return {"token": int(of.num_tokens), "sequence": int(of.num_sequences), "pack": int(of.num_packs)}[per]
 
 
@@ -278,9 +281,10 @@ PAIR = ColumnSpec("sequence", np.uint32, 2)
 
 
 def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Which of the rows 0, 2, 4, ... of a column ``pair`` [n, 2] do not begin a whole pair: their numbers, int64.
+    """Return which of the rows 0, 2, 4, ... of a column ``pair`` [n, 2] do not begin a complete pair, as int64 indices.
 
-    A whole pair is two neighbouring rows such as (7, 0) and (7, 1): the chosen, then the rejected sequence of pair 7.
+    A complete pair is two neighbouring rows such as (7, 0) and (7, 1): the chosen, then the rejected sequence of pair
+    7.
     """
     chosen, rejected = rows[: len(rows) // 2 * 2 : 2], rows[1::2]
     torn = (chosen[:, 0] != rejected[:, 0]) | (chosen[:, 1] != 0) | (rejected[:, 1] != 1)
@@ -289,12 +293,12 @@ def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class ColumnHeader:
-    """What the header of a column says.
+    """The contents of the header of a column.
 
     Attributes:
-        spec: dtype, width, what has a row, metadata.
-        shard_id: 16 bytes, of the shard that the column belongs to.
-        rows: how many rows the column has.
+        spec: dtype, width, unit of a row, metadata.
+        shard_id: id of the shard that the column belongs to, 16 bytes.
+        rows: number of rows of the column.
         checksum: xxh3_128 of all values, 16 bytes.
     """
 
@@ -309,7 +313,7 @@ class ColumnHeader:
         return self.spec.header_nbytes + self.rows * self.spec.row_nbytes
 
     def encode(self) -> bytes:
-        """The bytes of the header; the last 16 are its checksum, which a shard lists."""
+        """Encode the header. Its last 16 bytes are its checksum, which the shard lists."""
         alignment = _ALIGNMENTS[self.spec.alignment] if self.spec.per == "token" else 0
         values = self.spec.encode() | {"per": PER[self.spec.per], "alignment": alignment}
         del values["metadata"]
@@ -318,7 +322,7 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """The header in the first bytes of a file; ``raw`` is as for ``HeaderForm.broken_rules``.
+        """Decode the header at the start of a file. See ``HeaderForm.broken_rules`` for ``raw``.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).

@@ -1,10 +1,10 @@
-"""What all code must agree on about a shard's files: names, Megatron's index, dtypes, limits, ``.seq.idx``'s header.
+"""File names, dtypes, limits, Megatron's index and the header of ``.seq.idx``: everything that all code must agree on.
 
-Nothing here opens a file. FORMAT.md is the specification, and rules have the same numbers in both.
+Nothing here opens a file. FORMAT.md is the specification; the rule numbers are the same in both.
 
 ``X.seq.idx`` is a header and two arrays. The header consists of 256 bytes of fixed fields (``FIELDS``), a JSON block,
-zeros up to a multiple of 64, and 16 bytes of checksum: the xxh3_128 of all bytes before it. The array
-``sequence_offsets`` follows right behind the header, ``token_offsets`` begins at the next multiple of 64. Both are
+zeros up to a multiple of 64, and a checksum of 16 bytes: the xxh3_128 of all bytes before it. The array
+``sequence_offsets`` directly follows the header. ``token_offsets`` starts at the next multiple of 64. Both are
 int64 [packs + 1], and the file ends with the second. The header of a column has the same form (``HeaderForm``).
 """
 
@@ -30,19 +30,19 @@ _Stated = TypeVar("_Stated")
 
 # ---- names ----
 
-# The data files, in the order of their digests in the header. The shard id is a hash of these four digests' checksums,
-# and of those of images and audio.
+# The data files, in the order of their digests in the header. The shard id is a hash of the checksums in these four
+# digests, and of the two checksums of images and audio if there are any.
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
-# All five files, in the order of publication: a shard exists once its .seq.idx does.
+# All five files, in the order of publication: a shard exists once its .seq.idx exists.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
 # The two files of a shard with images or audio, in the order of publication.
 MEDIA_SUFFIXES = (".media.data", ".media.items")
-# Ending of the folder next to an output in which everything unfinished for it lies (``storage.building``).
+# Suffix of the folder next to an output that holds all unfinished work for it (``storage.building``).
 BUILDING = ".building"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
-# No column has one of these names: parts of the five files' names, keys of packs and keys of batches.
+# Names that a column cannot have: parts of the five files' names, keys of packs and keys of batches.
 RESERVED_NAMES = frozenset(
     {"loss", "seq", "media"}
     | {"input_ids", "loss_mask", "seq_boundaries"}
@@ -52,7 +52,7 @@ RESERVED_NAMES = frozenset(
 
 
 def column_of(path: str) -> tuple[str, str] | None:
-    """Prefix and column name in a path like ``X.source.col``; None for any other path."""
+    """Return prefix and column name for a path like ``X.source.col``, and None for any other path."""
     match = _COLUMN.fullmatch(path)
     return (match[1], match[2]) if match else None
 
@@ -62,7 +62,7 @@ def _may_name_column(name: str) -> bool:
 
 
 def check_column_name(name: str) -> str:
-    """Return ``name``, if a column may have that name. FormatError: it may not."""
+    """Return ``name`` if it is a valid column name. FormatError: it is not."""
     if _may_name_column(name):
         return name
     raise FormatError(
@@ -72,12 +72,12 @@ def check_column_name(name: str) -> str:
 
 
 def no_column(name: str, columns: Iterable[str]) -> str:
-    """What every error says where a column is asked for that is not there: its name, and those of the others."""
+    """Return the text that every error about a missing column uses: its name, and the names of the existing columns."""
     return f"has no column {name}; it has {', '.join(sorted(columns)) or 'none'}"
 
 
 class _PathWithSuffix:
-    """An attribute of ``ShardPaths``: the path of the file with this suffix."""
+    """An attribute of ``ShardPaths``: the path of the file with a fixed suffix."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
@@ -88,19 +88,19 @@ class _PathWithSuffix:
 
 @dataclass(frozen=True, slots=True)
 class ShardPaths:
-    """Paths of one shard's files: of the five that every shard has, of columns, and of images and audio.
+    """Paths of the files of one shard: the five files of every shard, its columns, and its images and audio.
 
     Attributes:
         prefix: the path that all files share, as ``--data-path`` takes it.
         columns: names of the columns whose files are included.
         media: whether the two files of images and audio are included.
         tokens: the file of all tokens.
-        loss: the file of their loss mask.
-        starts: the file of start positions of sequences in their packs.
+        loss: the file of the loss masks.
+        starts: the file of the start positions of sequences in their packs.
         idx: Megatron's index.
         seq_idx: header and offsets; written last.
-        media_data: encoded images and audio, if the shard has any.
-        media_items: where in the packs these stand.
+        media_data: the encoded images and audio, if the shard has any.
+        media_items: the positions of images and audio in the packs.
     """
 
     prefix: str
@@ -113,10 +113,10 @@ class ShardPaths:
 
     @classmethod
     def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
-        """The paths for a prefix, which may also be given as the path of one of the files, or as ``ShardPaths``.
+        """Return the paths for a prefix, for the path of one of the shard's files, or for ``ShardPaths``.
 
         Raises:
-            FormatError: the prefix is empty or names a folder only.
+            FormatError: the prefix is empty or consists of a folder only.
         """
         if isinstance(prefix, ShardPaths):
             return prefix
@@ -130,7 +130,7 @@ class ShardPaths:
         return cls(path)
 
     def require_own_names(self) -> None:
-        """FormatError where a file has the name of another shard's file: ``a.loss.bin`` of ``a.loss``, and of ``a``."""
+        """Raise FormatError if a file name also belongs to another shard (``a.loss.bin``: ``a.loss`` and ``a``)."""
         if any(ShardPaths.of(path).prefix != self.prefix for path in (self.prefix, *ShardPaths(self.prefix).all)):
             raise FormatError(
                 f"{self.prefix}: a prefix that itself ends like one of a shard's files; choose another name"
@@ -138,7 +138,7 @@ class ShardPaths:
 
     @property
     def index_remedy(self) -> str:
-        """The remedy in errors about an index that is missing or wrong."""
+        """The remedy given in errors about a missing or wrong index."""
         return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
 
     @property
@@ -151,19 +151,19 @@ class ShardPaths:
         return f"{self.prefix}.{name}.col"
 
     def with_columns(self, names: Iterable[str]) -> ShardPaths:
-        """These paths, with the columns of these names added."""
+        """Return these paths, extended by the columns of these names."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_media(self, present: bool = True) -> ShardPaths:
-        """These paths, with the two files of images and audio if there are any."""
+        """Return these paths, with or without the two files of images and audio."""
         return replace(self, media=self.media or present)
 
     def with_listed(self, metadata: Mapping[str, Any]) -> ShardPaths:
-        """These paths, with those of the columns, images and audio that the JSON block of a shard lists."""
+        """Return these paths, extended by the columns, images and audio that a shard's JSON block lists."""
         return self.with_columns(listed_columns(metadata)).with_media(listed_media(metadata) is not None)
 
     def with_files_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same paths, and those in ``paths`` that are a column of this prefix, or hold its images and audio."""
+        """Return these paths, extended by the files in ``paths`` that are columns, images or audio of this prefix."""
         given = set(paths)
         columns = [column[1] for column in map(column_of, given) if column and column[0] == self.prefix]
         return self.with_columns(columns).with_media(not given.isdisjoint((self.media_data, self.media_items)))
@@ -181,25 +181,25 @@ class ShardPaths:
         return tuple(self.prefix + suffix for suffix in DATA_SUFFIXES)
 
     def suffix(self, path: str) -> str:
-        """What one of these paths adds to the prefix: the name of the file as long as it is unpublished."""
+        """Return the suffix that one of these paths adds to the prefix. Unpublished files have it as their name."""
         return path.removeprefix(self.prefix)
 
     @property
     def building(self) -> str:
-        """``X.building``: the folder of unfinished work at the prefix."""
+        """``X.building``: the folder of unfinished work for the prefix."""
         return self.prefix + BUILDING
 
     @property
     def unpublished(self) -> ShardPaths:
-        """The paths that the same files have until they are published."""
+        """The paths of the same files before they are published."""
         return replace(self, prefix=self.building + "/")
 
     def missing(self) -> list[str]:
-        """Those of the paths ``all`` at which there is no regular file."""
+        """Return the paths in ``all`` that are not a regular file."""
         return [path for path in self.all if not os.path.isfile(path)]
 
     def present(self) -> list[str]:
-        """Those of the paths ``all`` at which there is anything, a dangling link included."""
+        """Return the paths in ``all`` at which anything exists, including a dangling link."""
         return [path for path in self.all if os.path.lexists(path)]
 
 
@@ -222,42 +222,42 @@ def idx_nbytes(num_packs: int) -> int:
 
 
 def idx_places(num_packs: int) -> tuple[int, int, int]:
-    """Where the arrays of lengths, positions and documents begin in ``.idx``, in bytes."""
+    """Return the byte offsets in ``.idx`` at which the arrays of lengths, positions and documents begin."""
     positions = IDX_HEADER_NBYTES + 4 * num_packs
     return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs
 
 
 # ---- dtypes and limits ----
 
-# The dtypes that each file may have, by Megatron's codes for them (megatron.core.datasets.indexed_dataset.DType).
+# The dtypes allowed in each file, by Megatron's codes (megatron.core.datasets.indexed_dataset.DType).
 TOKEN_DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<u2")}
 MASK_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 7: np.dtype("<f4")}
 
 # Lengths are int32 in .idx.
 MAX_CAPACITY = 2**31 - 1
-# Counts, and sizes in bytes, must be below this. No product or sum of a few of them then overflows int64.
+# Counts, and sizes in bytes, must be below this, so that products and sums of a few of them do not overflow int64.
 MAX_COUNT = 2**56
 
 ARRAY_ALIGNMENT = 64
 
 
 def align(offset: int, alignment: int = ARRAY_ALIGNMENT) -> int:
-    """The first multiple of ``alignment`` at or after ``offset``, in bytes."""
+    """Return the first multiple of ``alignment`` that is not below ``offset``, in bytes."""
     return -(-offset // alignment) * alignment
 
 
 def token_dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
-    """The token dtype that Megatron itself would choose: uint16 for vocabularies below 65500 ids, else int32."""
+    """Return the token dtype that Megatron would choose: uint16 for vocabularies below 65500 ids, else int32."""
     return TOKEN_DTYPES[8 if vocab_size < 65500 else 4]
 
 
 def token_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
-    """Code and little-endian dtype for tokens of a dtype. FormatError unless it is uint16 or int32."""
+    """Return code and little-endian dtype for tokens of a dtype. FormatError unless it is uint16 or int32."""
     return _coded_dtype(dtype, TOKEN_DTYPES, "token dtype", "uint16 or int32")
 
 
 def mask_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
-    """Code and little-endian dtype for a loss mask of a dtype. FormatError unless it is uint8 or float32."""
+    """Return code and little-endian dtype for a loss mask of a dtype. FormatError unless it is uint8 or float32."""
     return _coded_dtype(dtype, MASK_DTYPES, "mask dtype", "uint8 (0/1) or float32 (weights)")
 
 
@@ -270,7 +270,7 @@ def _coded_dtype(dtype: Any, by_code: dict[int, np.dtype[Any]], role: str, allow
 
 
 def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
-    """The dtype that numpy makes of a value. FormatError, whose message begins with ``role``: it makes none."""
+    """Convert a value to a numpy dtype. FormatError, whose message begins with ``role``: numpy cannot convert it."""
     try:
         converted: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):
@@ -278,40 +278,40 @@ def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
     return converted
 
 
-# ---- arrays that the native kernels take: one-dimensional, contiguous, of a few dtypes ----
+# ---- arrays for the native kernels: one-dimensional, contiguous, of a few dtypes ----
 
-# An array of any other dtype becomes one of the last dtype listed. ValueError: of another kind or shape, or too large.
+# Any other dtype is converted to the last one listed. ValueError: another kind or shape, or a value too large.
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
 _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
-# Half of the smallest number of float32, which is rounded to 0.
+# Half of the smallest positive float32. float32 rounds it to 0.
 _TOO_SMALL = 2.0**-150
 
 
 def token_array(values: ArrayLike) -> NDArray[Any]:
-    """Ids as uint16, int32 or int64."""
+    """Return ids as uint16, int32 or int64."""
     return _native_form(values, _TOKENS, "iu", "integers")
 
 
 def integer_array(values: ArrayLike) -> NDArray[np.int64]:
-    """Positions as int64."""
+    """Return positions as int64."""
     return _native_form(values, _TOKENS[-1:], "iu", "integers")
 
 
 def plain_array(values: Any) -> NDArray[Any]:
-    """The array that numpy makes of values. ValueError for a masked array, whose masked values would count."""
+    """Convert values to a numpy array. ValueError for a masked array, because its masked values would count."""
     if isinstance(values, np.ma.MaskedArray):
         raise ValueError("is a masked array; pass its values, with filled() or compressed()")
     return np.asarray(values)
 
 
 def rounds_to_zero(weights: NDArray[Any]) -> bool:
-    """Whether float32 has only 0 for one of these weights, which is another number."""
+    """Return whether float32 would round one of these nonzero weights to 0."""
     return weights.dtype.itemsize > 4 and bool(((weights != 0) & (np.abs(weights) <= _TOO_SMALL)).any())
 
 
 def mask_array(values: ArrayLike) -> NDArray[Any]:
-    """A mask as bool, uint8, int64, float32 or float64."""
+    """Return a mask as bool, uint8, int64, float32 or float64."""
     array = plain_array(values)
     if array.dtype.kind == "f":
         if rounds_to_zero(array):
@@ -323,7 +323,8 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, expected: str) -> NDArray[Any]:
     array = plain_array(values)
     if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
-        # A dtype may spell its byte order out ("<" for "="), which is the same to numpy but not to the kernels.
+        # A dtype may contain an explicit byte order ("<" instead of "="). For numpy both are the same, for the kernels
+        # not.
         return array if array.dtype.byteorder in "=|" else array.view(array.dtype.newbyteorder("="))
     if array.ndim != 1:
         raise ValueError(f"has shape {array.shape}; expected one dimension")
@@ -338,7 +339,7 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
 
 # ---- the form of a header ----
 
-# A header has a few KiB. The limit keeps a reader from allocating whatever size a damaged file gives.
+# A header has a few KiB. The limit prevents a damaged file from making a reader allocate any amount of memory.
 MAX_HEADER_NBYTES = 16 << 20
 CHECKSUM_NBYTES = 16
 
@@ -352,14 +353,14 @@ class Field(NamedTuple):
 
 
 class FileDigest(NamedTuple):
-    """Size in bytes and xxh3_128 (16 bytes, canonical big-endian digest) of one data file."""
+    """Size in bytes and xxh3_128 (16 bytes, canonical big-endian form) of one data file."""
 
     nbytes: int
     checksum: bytes
 
 
 class BrokenRule(NamedTuple):
-    """A rule that a header breaks: the byte where, the rule's number, what is there, and what was expected."""
+    """A rule that a header breaks: byte offset, number of the rule, value found, value expected."""
 
     offset: int
     rule: str
@@ -367,7 +368,7 @@ class BrokenRule(NamedTuple):
     expected: str
 
 
-# One rule about one fixed field: the field's name, the rule's number, whether the rule is kept, and what it expects.
+# One rule about one fixed field: name of the field, number of the rule, whether the field satisfies it, expected value.
 Check = tuple[str, str, bool, str]
 Checks = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Check]]
 
@@ -375,21 +376,21 @@ _as_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=
 
 
 class HeaderForm:
-    """The form of the headers of one kind of file, ``.seq.idx`` or columns: which fixed fields, under which rules.
+    """The header layout of one kind of file (``.seq.idx`` or columns): its fixed fields and their rules.
 
     Args:
-        kind: what error messages call the file.
+        kind: the name of the file kind in error messages.
         magic: the first eight bytes.
-        version: the version that is written, and the only one that is read.
+        version: the version to write, and the only one to accept when reading.
         fields: names and ``struct`` formats of the fixed fields, in their order.
         rules: numbers of the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and
             checksum, and the JSON block.
-        checks: takes the values of the fixed fields by name, and the JSON block, which is empty where it is damaged. It
-            gives a ``Check`` for each rule about them.
+        checks: function of the values of the fixed fields by name and of the JSON block, which is empty if it is
+            damaged. Returns one ``Check`` per rule about them.
 
     Attributes:
         fields: the fixed fields with their offsets.
-        fixed_nbytes: how many bytes the fixed fields take.
+        fixed_nbytes: size of the fixed fields in bytes.
         offsets: offsets of the fixed fields by name.
     """
 
@@ -405,7 +406,7 @@ class HeaderForm:
         self._struct = struct.Struct("<" + "".join(each.format for each in self.fields))
 
     def nbytes(self, metadata: Mapping[str, Any]) -> int:
-        """Size of a header with this JSON block, in bytes. FormatError: it is larger than readers accept."""
+        """Return the size of a header with this JSON block, in bytes. FormatError: larger than readers accept."""
         size = align(self.fixed_nbytes + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
         if size > MAX_HEADER_NBYTES:
             raise FormatError(
@@ -415,9 +416,9 @@ class HeaderForm:
         return size
 
     def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-        """The bytes of a header.
+        """Encode a header.
 
-        ``values`` has the fixed fields by name, without magic, version and sizes. A field that it lacks becomes zeros.
+        ``values`` has the fixed fields by name, without magic, version and sizes. Missing fields become zeros.
         """
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
@@ -427,18 +428,18 @@ class HeaderForm:
         return raw + xxhash.xxh3_128_digest(raw)
 
     def values(self, raw: bytes) -> dict[str, Any]:
-        """The values of the fixed fields in a header, by name."""
+        """Return the values of the fixed fields in a header, by name."""
         return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
-        """The object in the JSON block of a header, a new one each time; None if the block is not in canonical form."""
+        """Return a new copy of the object in a header's JSON block, or None if the block is not in canonical form."""
         block = raw[self.fixed_nbytes :][: self.values(raw)["json_nbytes"]]
         return dict(json.loads(block)) if _is_canonical(block) else None
 
     def broken_outline(self, raw: bytes) -> BrokenRule | None:
-        """The first rule about magic, version or size of the header that a file breaks; None if it keeps all three.
+        """Return the first rule about magic, version or size of the header that a file breaks, or None.
 
-        ``raw`` must be the first ``fixed_nbytes`` bytes of the file, or more, or all of a shorter file.
+        ``raw`` must hold at least the first ``fixed_nbytes`` bytes of the file, or the whole file if it is shorter.
         """
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
@@ -455,13 +456,15 @@ class HeaderForm:
         return None
 
     def stated_nbytes(self, raw: bytes) -> int:
-        """The size that a header gives for itself; ``fixed_nbytes`` if a rule of its outline is broken."""
+        """Return the header size stored in the header, or ``fixed_nbytes`` if ``broken_outline`` finds an error."""
         return self.fixed_nbytes if self.broken_outline(raw) else int(self.values(raw)["header_nbytes"])
 
     def broken_rules(self, raw: bytes) -> Iterator[BrokenRule]:
-        """All rules that a header breaks. One that ``broken_outline`` gives, or a header cut short, is given alone.
+        """Yield all rules that a header breaks.
 
-        ``raw`` must be the first ``stated_nbytes`` bytes of the file, or more, or all of a shorter file.
+        If ``broken_outline`` finds a broken rule or the header is truncated, yield only that rule.
+
+        ``raw`` must hold at least the first ``stated_nbytes`` bytes of the file, or the whole file if it is shorter.
         """
         if outline := self.broken_outline(raw):
             yield outline
@@ -492,10 +495,10 @@ class HeaderForm:
             yield BrokenRule(self.fixed_nbytes, json_rule, "another JSON block", expected)
 
     def require_sound(self, raw: bytes, path: str, remedy: str) -> None:
-        """UnsupportedVersionError or CorruptShardError about the first of the ``broken_rules``, if there is one."""
+        """Raise UnsupportedVersionError or CorruptShardError for the first of the ``broken_rules``, if there is one."""
         if (broken := next(self.broken_rules(raw), None)) is None:
             return
-        # A file may also end where the version begins.
+        # A file can also end right before the version.
         is_version = (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1])
         if is_version and len(raw) >= self.fixed_nbytes:
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
@@ -504,11 +507,11 @@ class HeaderForm:
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError: a value has no JSON form."""
+    """Encode canonical JSON: keys sorted, no spaces, UTF-8. FormatError: a value has no JSON form."""
     if not isinstance(metadata, Mapping):
         raise FormatError(f"metadata: {brief(metadata)}, expected a dict")
     try:
-        # Twice, because keys that are numbers were sorted as numbers, and are text now.
+        # Twice, because the first pass sorts numeric keys as numbers and turns them into text.
         return _as_json(json.loads(_as_json(metadata))).encode()
     except RecursionError:
         raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
@@ -516,7 +519,7 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         raise FormatError(f"metadata: {error}; JSON stores it: use strings, finite numbers, lists, dicts") from None
 
 
-# The last answer is kept: a block is decoded when it is checked and again when it is used, and shards often share one.
+# Cache the last result: a block is decoded once to check it and once to use it, and shards often have the same block.
 @lru_cache(maxsize=1)
 def _is_canonical(block: bytes) -> bool:
     try:
@@ -527,7 +530,7 @@ def _is_canonical(block: bytes) -> bool:
 
 
 def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The columns that a shard was written with, as its JSON block lists them: checksums of their headers, by name."""
+    """Return the columns in a shard's JSON block: checksums of their headers, by column name."""
     listed = metadata.get("columns")
     if not isinstance(listed, dict):
         return {}
@@ -539,18 +542,18 @@ MEDIA_ENTRY = "media"
 
 
 class MediaChecksums(NamedTuple):
-    """Checksums of the images and audio of a shard, xxh3_128: of ``.media.data``, and of the arrays of the items."""
+    """Checksums (xxh3_128) of a shard's images and audio: of ``.media.data``, and of the arrays in ``.media.items``."""
 
     data: bytes
     items: bytes
 
     def encode(self) -> dict[str, str]:
-        """As the JSON block of the shard holds them."""
+        """Return the JSON form in which a shard's JSON block stores them."""
         return {"data": self.data.hex(), "items": self.items.hex()}
 
 
 def listed_media(metadata: Mapping[str, Any]) -> MediaChecksums | None:
-    """The checksums that the JSON block of a shard has of its images and audio; None if it was written without."""
+    """Return the checksums of images and audio in a shard's JSON block, or None if the shard has neither."""
     listed = metadata.get(MEDIA_ENTRY)
     if not isinstance(listed, Mapping) or listed.keys() != {"data", "items"}:
         return None
@@ -563,9 +566,9 @@ def _shard_id(checksums: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
 
 
 def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_Stated]) -> _Stated | None:
-    """``metadata[entry][name]`` of a JSON block, as in ("tokenizer", "fingerprint"); None unless its type is ``kind``.
+    """Return ``metadata[entry][name]`` of a JSON block if it has type ``kind``, else None.
 
-    Anybody may have written the block, so it may hold anything.
+    An example is ("tokenizer", "fingerprint"). The block is untrusted input and can hold anything.
     """
     found = metadata.get(entry)
     value = found.get(name) if isinstance(found, dict) else None
@@ -573,9 +576,9 @@ def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_St
 
 
 def vocab_size_of(metadata: Mapping[str, Any]) -> int | None:
-    """``tokenizer.vocab_size`` of a JSON block, which all ids are below (rule P9); None where the block has none.
+    """Return ``tokenizer.vocab_size`` of a JSON block, the upper bound of all ids (rule P9), or None if it has none.
 
-    FormatError: it is there, and is no whole number from 1 on.
+    FormatError: the value is not an integer of at least 1.
     """
     tokenizer = metadata.get("tokenizer")
     value = tokenizer.get("vocab_size") if isinstance(tokenizer, Mapping) else None
@@ -646,25 +649,25 @@ _DIGESTS = ("tokens", "loss", "idx", "starts")
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of ``X.seq.idx`` says of the shard.
+    """The contents of the header of ``X.seq.idx``.
 
     Attributes:
-        num_packs: how many packs.
-        num_sequences: how many sequences in all packs.
-        num_tokens: how many tokens in all packs; padding is not stored.
-        num_trained_tokens: how many positions have a loss mask above zero.
-        num_masked_packs: how many packs have no such position.
+        num_packs: number of packs.
+        num_sequences: number of sequences in all packs.
+        num_tokens: number of tokens in all packs; padding is not stored.
+        num_trained_tokens: number of positions with a loss mask above zero.
+        num_masked_packs: number of packs without such a position.
         token_dtype: dtype of ``X.bin``: uint16 or int32.
         mask_dtype: dtype of ``X.loss.bin``: uint8 or float32.
         sequence_multiple: packing counted each sequence as its length rounded up to this.
-        capacity: most token positions a pack may hold, each sequence rounded up.
-        longest_pack: tokens in the longest pack.
-        most_sequences: sequences in the pack that has most of them.
+        capacity: maximum number of token positions in a pack, with each sequence rounded up.
+        longest_pack: number of tokens in the longest pack.
+        most_sequences: largest number of sequences in one pack.
         pad_id: the tokenizer's padding id; None if it is unknown.
-        digests: of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
-        arrays_checksum: xxh3_128 of the two arrays, and the zeros between them, behind the header.
+        digests: digests of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
+        arrays_checksum: xxh3_128 of the two arrays after the header, including the zeros between them.
         metadata: the JSON block: fingerprints, options, counts.
-        rebuilt: whether the header was derived from the data; the JSON block then says what is no longer known.
+        rebuilt: whether the header was derived from the data; the JSON block then says what is unknown.
     """
 
     num_packs: int
@@ -686,7 +689,7 @@ class Header:
 
     @property
     def shard_id(self) -> bytes:
-        """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``, and those of media."""
+        """16 bytes derived from the content: xxh3_128 of the ``digests``' checksums and of media checksums, if any."""
         return _shard_id((digest.checksum for digest in self.digests), self.metadata)
 
     @property
@@ -696,12 +699,12 @@ class Header:
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the header in bytes; ``sequence_offsets`` begin right behind it."""
+        """Size of the header in bytes; ``sequence_offsets`` directly follow it."""
         return SEQ_IDX.nbytes(self.metadata)
 
     @property
     def token_offsets_offset(self) -> int:
-        """Byte of ``.seq.idx`` where ``token_offsets`` begin."""
+        """Byte offset of ``token_offsets`` in ``.seq.idx``."""
         return align(self.nbytes + 8 * (self.num_packs + 1))
 
     @property
@@ -710,20 +713,20 @@ class Header:
         return self.token_offsets_offset + 8 * (self.num_packs + 1)
 
     def sizes(self, paths: ShardPaths) -> dict[str, int]:
-        """Size of each of the five files in bytes, by path."""
+        """Return the size of each of the five files in bytes, by path."""
         nbytes = [*(digest.nbytes for digest in self.digests), self.seq_idx_nbytes]
         return dict(zip((*paths.data, paths.seq_idx), nbytes, strict=True))
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes that the index arrays take in memory: both arrays of offsets, and the starts of all sequences."""
+        """Memory for the index arrays in bytes: both offset arrays, and the starts of all sequences."""
         return 16 * (self.num_packs + 1) + 4 * self.num_sequences
 
-    # Where the tokens come from, by the JSON block. Each is None if the block does not say it.
+    # The origin of the tokens, from the JSON block. Each value is None if the block does not have it.
 
     @property
     def tokenizer(self) -> str | None:
-        """Fingerprint of the tokenizer that made the ids."""
+        """Fingerprint of the tokenizer that produced the ids."""
         return stated_in(self.metadata, "tokenizer", "fingerprint", str)
 
     @property
@@ -733,7 +736,7 @@ class Header:
 
     @property
     def template(self) -> str | None:
-        """Fingerprint of the chat template, and of the other template for rows with tools, if there was one."""
+        """Fingerprint of the chat template and, if there was one, of the separate template for rows with tools."""
         text = stated_in(self.metadata, "chat_template", "fingerprint", str)
         tools = stated_in(self.metadata, "chat_template", "tools_fingerprint", str)
         return f"{text}, with tools {tools}" if tools else text
@@ -744,7 +747,7 @@ class Header:
         return stated_in(self.metadata, "sources", "fingerprint", str)
 
     def encode(self) -> bytes:
-        """The bytes of the header, with its checksum. FormatError: ``metadata`` breaks rule P9, or is not JSON."""
+        """Encode the header with its checksum. FormatError: ``metadata`` breaks rule P9 or is not JSON."""
         vocab_size_of(self.metadata)
         values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(self, name)}
         values |= {
@@ -760,7 +763,7 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Header:
-        """The header in the first bytes of a file; ``raw`` is as for ``HeaderForm.broken_rules``.
+        """Decode the header at the start of a file. See ``HeaderForm.broken_rules`` for ``raw``.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken.
@@ -782,7 +785,7 @@ class Header:
 
 
 def counts_text(of: Any) -> str:
-    """The counts of a ``Header``, or of an object with the same attributes, as text; trained tokens may be None."""
+    """Return the counts of a ``Header`` (or an object with the same attributes) as text; trained tokens may be None."""
     trained = of.num_trained_tokens
     share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
     return (
@@ -792,7 +795,10 @@ def counts_text(of: Any) -> str:
 
 
 def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the data files in bytes, by suffix, from a header's counts; a file of an unknown dtype is left out."""
+    """Return the sizes of the data files in bytes, by suffix, from a header's counts.
+
+    Files of unknown dtype are omitted.
+    """
     sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
     for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
         if values[name] in dtypes:

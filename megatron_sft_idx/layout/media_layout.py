@@ -1,13 +1,13 @@
-"""Images and audio of a shard: ``X.media.items`` says where they stand, ``X.media.data`` holds their encoded files.
+"""The layout of images and audio: ``X.media.items`` has their positions, ``X.media.data`` the encoded files.
 
-An *item* is one image or recording at one place of a pack: a run of placeholder tokens inside one sequence. A *blob* is
-the encoded file that it shows, byte for byte as it was given. Equal files are stored once, in the order in which items
-first use them, so a shard of the same packs always has the same two files.
+An *item* is one occurrence of an image or recording in a pack: a run of placeholder tokens inside one sequence. A
+*blob* is the encoded file that the item shows, byte for byte as it was given. Identical files are stored once, in the
+order in which items first use them. A shard with the same packs therefore always has the same two files.
 
 ``X.media.items`` begins with a header of the same form as that of ``.seq.idx``, with 128 bytes of fixed fields
 (``MEDIA``). Seven arrays follow, each at a multiple of 64 (``ARRAYS``), and the file ends with the last. The header
 holds the checksum of the arrays and that of ``X.media.data``. ``.seq.idx`` lists both, and the shard id is a hash of
-them too: a shard with another image is another shard.
+them too, so a shard with another image is another shard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MEDIA_MAGIC = MEDIA.magic
 
 
 class ItemArray(NamedTuple):
-    """An array of ``.media.items``: its name, its dtype, what there is an entry of, and how many more there are."""
+    """An array of ``.media.items``: name, dtype, the count that gives its length, and how many extra entries it has."""
 
     name: str
     dtype: np.dtype[Any]
@@ -76,21 +76,21 @@ ARRAYS = (
 
 
 def blob_hash(data: bytes | memoryview) -> bytes:
-    """The hash by which equal files are found: 16 bytes of BLAKE2b."""
+    """Return the hash used to detect identical files: 16 bytes of BLAKE2b."""
     return hashlib.blake2b(data, digest_size=HASH_NBYTES).digest()
 
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """What the header of ``X.media.items`` says.
+    """The contents of the header of ``X.media.items``.
 
     Attributes:
-        shard_id: 16 bytes, of the shard that the items are of.
-        num_packs: how many packs the shard has.
-        num_items: how many items all packs have.
-        num_blobs: how many different files they show.
+        shard_id: id of the shard that the items belong to, 16 bytes.
+        num_packs: number of packs in the shard.
+        num_items: number of items in all packs.
+        num_blobs: number of different files that they show.
         data_nbytes: size of ``X.media.data`` in bytes.
-        arrays_checksum: xxh3_128 of all bytes behind the header, 16 bytes.
+        arrays_checksum: xxh3_128 of all bytes after the header, 16 bytes.
         data_checksum: xxh3_128 of ``X.media.data``, 16 bytes.
         metadata: the JSON block.
     """
@@ -105,7 +105,7 @@ class MediaHeader:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """Where each array begins in the file, in bytes, and how many entries it has; in the order of ``ARRAYS``."""
+        """Byte offset in the file and number of entries of each array, in the order of ``ARRAYS``."""
         places, end = {}, MEDIA.nbytes(self.metadata)
         for name, dtype, of, more in ARRAYS:
             begin, entries = align(end), getattr(self, of) + more
@@ -115,7 +115,7 @@ class MediaHeader:
 
     @property
     def header_nbytes(self) -> int:
-        """Bytes of the file before the arrays."""
+        """Size of the file before the arrays, in bytes."""
         return MEDIA.nbytes(self.metadata)
 
     @property
@@ -125,7 +125,7 @@ class MediaHeader:
         return begin + entries * ARRAYS[-1].dtype.itemsize
 
     def offset_ends(self) -> Iterator[tuple[str, str, int, int]]:
-        """What both ends of the arrays of offsets must be: rule, name of the array, number of the entry, its value."""
+        """Yield the required first and last values of the offset arrays: rule, array name, entry number, value."""
         for rule, name, last, total in (
             ("M5", "item_offsets", self.num_packs, self.num_items),
             ("M10", "blob_offsets", self.num_blobs, self.data_nbytes),
@@ -134,7 +134,7 @@ class MediaHeader:
             yield rule, name, last, total
 
     def encode(self) -> bytes:
-        """The bytes of the header, with its checksum."""
+        """Encode the header with its checksum."""
         names = MEDIA.offsets.keys() & self.__dataclass_fields__.keys()
         return MEDIA.encode({name: getattr(self, name) for name in names}, self.metadata)
 
@@ -145,7 +145,7 @@ class MediaHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> MediaHeader:
-        """The header in the first bytes of a file; ``raw`` is as for ``HeaderForm.broken_rules``.
+        """Decode the header at the start of a file. See ``HeaderForm.broken_rules`` for ``raw``.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (M2, M3).
@@ -163,14 +163,14 @@ class MediaHeader:
 @shown_by_fields
 @dataclass(frozen=True)
 class MediaItem:
-    """One image or recording at one place of a pack.
+    """One occurrence of an image or recording in a pack.
 
     Attributes:
         kind: ``image`` or ``audio``.
         start: its first position in the pack.
-        length: how many positions its placeholder tokens take.
-        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given. Of a pack that was read it is a
-            read-only view, or ``bytes`` where copies were asked for.
+        length: number of positions of its placeholder tokens.
+        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given. In a pack read from a shard it is a
+            read-only view, or ``bytes`` if copies were requested.
     """
 
     kind: Kind
@@ -183,13 +183,14 @@ class MediaItem:
 
 
 class Items(NamedTuple):
-    """Items of some packs, in order: arrays of integers, all [items].
+    """Items of several packs, in order, as integer arrays of shape [items].
 
     Attributes:
-        starts: first position of each, counted from the first token of its pack; in runs, from that of its sequence.
-        lengths: how many positions each takes.
-        kinds: ``KINDS``.
-        blobs: number of the blob that each shows.
+        starts: first position of each item, counted from the first token of its pack, or in runs from that of its
+            sequence.
+        lengths: number of positions of each item.
+        kinds: codes from ``KINDS``.
+        blobs: number of the blob that each item shows.
     """
 
     starts: NDArray[Any]
@@ -202,7 +203,7 @@ NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in It
 
 
 class BrokenItem(NamedTuple):
-    """An item that breaks a rule: its number among those given, the rule, what is there, and what was expected."""
+    """An item that breaks a rule: its number among those given, the rule, the value found, and the value expected."""
 
     item: int
     rule: str
@@ -217,13 +218,14 @@ def broken_items(
     bounds: NDArray[np.int64],
     mask: NDArray[Any] | None,
 ) -> Iterator[BrokenItem]:
-    """Of each of the rules M6, M7, M8 and M12 the first item that breaks it.
+    """For each of the rules M6, M7, M8 and M12, yield the first item that breaks it.
 
     Args:
-        items: of some packs, starts counted from the first token of the pack.
-        packs: which of these packs each item is in, ascending, int64 [items].
-        pack_bounds: where packs begin and the last one ends, among the tokens of all: int64 [packs + 1].
-        bounds: the same of sequences: int64 [sequences + 1].
+        items: items of several packs, with starts counted from the first token of the pack.
+        packs: number of the pack of each item, ascending, int64 [items].
+        pack_bounds: the start of each pack and the end of the last one, among the tokens of all packs: int64 [packs +
+            1].
+        bounds: the same for sequences: int64 [sequences + 1].
         mask: loss mask, label-aligned [tokens]; None if it is not known.
 
     Example:
@@ -246,7 +248,7 @@ def broken_items(
         ("M8", np.isin(items.kinds, [*KINDS.values()]), kinds),
     ]
     if mask is not None and inside.all():
-        # Labels of an item are those at begin - 1 to end - 2. What is before a sequence is the end of another one,
+        # The labels of an item are at begin - 1 to end - 2. The position before a sequence is the end of another one,
         # whose mask is 0 by rule P6.
         trained = np.append(0, np.cumsum(mask != 0))
         untrained = trained[ends - 1] == trained[np.maximum(begins - 1, 0)]
@@ -260,7 +262,7 @@ def broken_items(
 
 
 class FirstUse:
-    """Holds the numbers of blobs, as items come in order, to the order of first use (rule M9).
+    """Check that blob numbers follow the order of first use, while items arrive in order (rule M9).
 
     Example:
         >>> order = FirstUse()
@@ -274,7 +276,7 @@ class FirstUse:
         self.num_used = 0
 
     def broken(self, blobs: NDArray[Any], num_blobs: int) -> BrokenItem | None:
-        """The first of the next items whose blob has a number too large; None if there is none."""
+        """Return the first of the next items with a blob number that is too large, or None."""
         used = np.maximum.accumulate(np.append(self.num_used, blobs.astype(np.int64) + 1))
         self.num_used = int(used[-1])
         if (kept := (blobs <= used[:-1]) & (blobs < num_blobs)).all():

@@ -1,9 +1,9 @@
-"""Training on data that is still being made: a producer publishes numbered shards, and ranks read them as they appear.
+"""Train on data that is still being produced: a producer publishes numbered shards, and ranks read them as they appear.
 
-The folder of the shards is a catalog. Behind a checkpoint, ranks acknowledge what they have read, so that it may be
+The folder of the shards is a catalog. After a checkpoint, ranks acknowledge what they have read, so that it may be
 removed. Chunks of JSON lines are read in the same way. Begin with ``live_order``, then ``acks``, ``live_walk`` and
-``live_loader``. Any file here may vanish, be half written or be malicious. What producers and consumers share is
-offered here and needs no torch; the loader is imported from its module.
+``live_loader``. Any file here may disappear, be incomplete or be malicious. The common part of producers and consumers
+is exported here and needs no torch; import the loader from its module.
 """
 
 from megatron_sft_idx.live.acks import (

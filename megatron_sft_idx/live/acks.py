@@ -1,9 +1,9 @@
 """Acknowledgements: how far each rank of each consumer has trained, as of a checkpoint that is on disk.
 
 A consumer is a training run that reads a catalog. When the checkpoint of all its ranks is on disk, each rank replaces
-one small file, ``_acks/CONSUMER/rank-NNNNN.json``. It says how many of its items the rank has done (module
-``live_order``). The producer reads these files. A shard is *completed* once it is done, in a checkpoint that was
-acknowledged, by every consumer. It may be removed then.
+one small file, ``_acks/CONSUMER/rank-NNNNN.json``. It has the number of items that the rank has done (module
+``live_order``). The producer reads these files. A shard is *completed* when every consumer has done it in an
+acknowledged checkpoint. After that it may be removed.
 
 Two ranks share the shards 0, 1, 2 and so on. Rank 0 has done two of its items, shards 0 and 2, and rank 1 has done
 shard 1:
@@ -19,7 +19,7 @@ While a second consumer has not acknowledged anything, nothing is completed:
     >>> completed({"train": acks}, consumers=2, numbers=range(6))
     []
 
-Where a consumer goes on with another number of ranks, its shards are dealt out again, and its acknowledgements get the
+If a consumer resumes with another number of ranks, its shards are distributed again, and its acknowledgements get the
 next generation. Acknowledgements of earlier generations no longer count.
 """
 
@@ -45,16 +45,16 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Ack(Record):
-    """What one rank of a consumer has trained on.
+    """The training progress of one rank of a consumer.
 
     Attributes:
-        consumer: the name of the consumer.
-        generation: grows when the consumer's shards are dealt out again; only the newest one counts.
-        deal: what the ranks read.
+        consumer: name of the consumer.
+        generation: increases when the consumer's shards are distributed again; only the newest one counts.
+        deal: the assignment of shards to ranks.
         rank: the data-parallel rank, from 0.
-        items_done: how many of its items in ``deal`` the rank has trained on.
-        packs_done: the number of packs in these items.
-        epochs: how many epochs the consumer trains for.
+        items_done: number of its items in ``deal`` that the rank has trained on.
+        packs_done: number of packs in these items.
+        epochs: number of epochs of the consumer.
     """
 
     consumer: str
@@ -66,7 +66,7 @@ class Ack(Record):
     epochs: Positive = 1
 
     def contradiction(self) -> tuple[str, int, str] | None:
-        """A rank or an epoch beyond the last one."""
+        """Return a rank that is out of range, or an epoch after the last one."""
         if self.rank >= self.deal.size:
             return "rank", self.rank, f"less than its size {self.deal.size}"
         if self.deal.epoch >= self.epochs:
@@ -75,13 +75,13 @@ class Ack(Record):
 
     @property
     def is_in_last_epoch(self) -> bool:
-        """Whether what is done counts: only the last epoch completes shards."""
+        """Whether the progress counts: only the last epoch completes shards."""
         return self.deal.epoch == self.epochs - 1
 
     def agrees_with(self, other: Ack) -> bool:
-        """Whether both acknowledgements can belong to one generation.
+        """Return whether both acknowledgements can belong to one generation.
 
-        Ranks of one run have the same deal, or one of them has come to the beginning of a later epoch.
+        Ranks of one run have the same deal, or one of them is at the beginning of a later epoch.
         """
         earlier, later = sorted((self, other), key=lambda ack: ack.deal.epoch)
         expected = earlier.deal
@@ -94,12 +94,12 @@ class Ack(Record):
 
 
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:
-    """Where acknowledgements are: in the catalog, or in ``ack_dir`` where consumers may not write there."""
+    """Return the folder of acknowledgements: in the catalog, or ``ack_dir`` if consumers may not write there."""
     return os.fspath(ack_dir) if ack_dir is not None else os.path.join(catalog.folder, ACKS)
 
 
 def require_consumer(name: str) -> None:
-    """FormatError where a consumer's name is no name of a folder."""
+    """Raise FormatError if a consumer's name is not a valid folder name."""
     if not _CONSUMER.fullmatch(name):
         raise FormatError(
             f"consumer {name!r}: expected up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
@@ -107,13 +107,13 @@ def require_consumer(name: str) -> None:
 
 
 def write_ack(folder: str, ack: Ack) -> None:
-    """Replace a rank's acknowledgement in ``ack_folder(...)``, durably; see ``write_document``."""
+    """Replace a rank's acknowledgement in ``ack_folder(...)``, durably. See ``write_document``."""
     require_consumer(ack.consumer)
     write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack, "an acknowledgement")
 
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:
-    """The acknowledgements in ``ack_folder(...)`` of every consumer. Raises as ``newest_acks``."""
+    """Return every consumer's acknowledgements in ``ack_folder(...)``. See ``newest_acks`` for errors."""
 
     def look() -> dict[str, list[Ack]]:
         consumers = {}
@@ -137,7 +137,7 @@ def newest_acks(folder: str, consumer: str) -> list[Ack]:
 
     Raises:
         FormatError: a file is damaged, of another version, or contradicts the file of another rank.
-        SFTIndexError, OSError: as of ``patiently``.
+        SFTIndexError, OSError: see ``patiently``.
     """
     try:
         return patiently(os.path.join(folder, consumer), lambda: _newest(folder, consumer))
@@ -152,7 +152,7 @@ def _newest(folder: str, consumer: str) -> list[Ack]:
     current = [ack for ack in acks if ack.generation == newest]
     if not current:
         return []
-    # The deal of an earlier epoch determines the deals of later epochs, and not the other way round.
+    # The deal of an earlier epoch determines the deals of later epochs, but not the reverse.
     earliest = min(current, key=lambda ack: ack.deal.epoch)
     for ack in current:
         if not ack.agrees_with(earliest):
@@ -170,7 +170,7 @@ def _read_ranks(home: str) -> Iterator[Ack]:
             try:
                 content = look_at_document(path)
             except (FileNotFoundError, NotADirectoryError):
-                # Without it an older generation would count, which may have completed more shards.
+                # Without it, an older generation would count, which may have completed more shards.
                 raise _not_there(path) from None
             ack = Ack.parse(path, content)
             if ack.rank != int(match[1]):
@@ -184,15 +184,15 @@ def _not_there(path: str) -> UnsettledError:
     )
 
 
-# ---- what follows from them ----
+# ---- conclusions from acknowledgements ----
 
 
 def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterable[int]) -> list[int]:
-    """The shards among ``numbers`` that every consumer has completed, in the order of ``numbers``.
+    """Return the shards among ``numbers`` that every consumer has completed, in the order of ``numbers``.
 
-    A consumer has completed a shard when the rank that the shard belongs to has trained on it in the last epoch, or an
-    earlier generation had. While fewer than ``consumers`` have acknowledged anything, no shard is completed; where more
-    have, all of them count. ``acks`` is what ``read_acks`` returns.
+    A consumer has completed a shard when the shard's rank has trained on it in the last epoch, or when an earlier
+    generation did. While fewer than ``consumers`` have acknowledged anything, no shard is completed. If more have, all
+    of them count. ``acks`` is the result of ``read_acks``.
     """
     if len(acks) < consumers:
         return []
@@ -201,8 +201,8 @@ def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterab
 
 
 def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
-    """A function that says whether one consumer has completed the shard of a number."""
-    # Ranks that have not come to the last epoch have done nothing that counts.
+    """Return a function that returns whether one consumer has completed the shard of a number."""
+    # Ranks before the last epoch have done nothing that counts.
     counting = [ack for ack in acks if ack.is_in_last_epoch]
     deal = counting[0].deal if counting else Deal(acks[0].deal.size)
     items_done = {ack.rank: ack.items_done for ack in counting}
@@ -222,9 +222,9 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
 
 
 def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
-    """The shards with numbers less than ``below``, published or not, that one consumer has not completed.
+    """Return the shards with numbers below ``below``, published or not, that one consumer has not completed.
 
-    ``acks`` must be of all ranks of the consumer, at one step.
+    ``acks`` must contain all ranks of the consumer, at one step.
 
     >>> acks = [Ack("train", 0, Deal(size=2), rank, items_done=2 - rank, packs_done=9) for rank in range(2)]
     >>> uncompleted(acks, below=6)
@@ -233,7 +233,7 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
     if not acks[0].is_in_last_epoch:
         return list(range(below))
     deal = acks[0].deal
-    # Items below this number are done by all ranks.
+    # All ranks have done the items below this number.
     done_by_all = min(ack.items_done for ack in acks) * deal.size
     leftovers = [shard for item in deal.leftovers for shard in item.shards if shard < below]
     fresh = range(deal.frontier + max(0, done_by_all - len(deal.leftovers)), below)
@@ -242,16 +242,16 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
 
 
 class ConsumerAcks(Shown):
-    """One rank's side of the acknowledgements: those of its own consumer, and what it writes itself.
+    """The acknowledgements from the view of one rank: reads those of its own consumer, and writes its own.
 
     Args:
-        folder: of all acknowledgements, ``ack_folder(...)``.
-        consumer: the name of this training run. FormatError where it is no name of a folder.
-        epochs: how many epochs the run trains for.
+        folder: folder of all acknowledgements, ``ack_folder(...)``.
+        consumer: name of this training run. FormatError: it is not a valid folder name.
+        epochs: number of epochs of the run.
 
     Attributes:
         folder: as given.
-        is_writable: whether files can be written there; None before ``may_write`` looked.
+        is_writable: whether files can be written there; None before ``may_write`` has checked.
     """
 
     def __init__(self, folder: str, consumer: str, epochs: int) -> None:
@@ -263,20 +263,20 @@ class ConsumerAcks(Shown):
         return f"{self.folder}: consumer {self._consumer}"
 
     def of(self, state: RankState) -> Ack:
-        """The acknowledgement to be written once the checkpoint that holds ``state`` is durable."""
+        """Return the acknowledgement to write when the checkpoint with ``state`` is durable."""
         done = state.items, state.packs_of_items
         return Ack(self._consumer, state.generation, state.deal, state.rank, *done, self._epochs)
 
     def write(self, state: RankState) -> None:
-        """Acknowledge that the checkpoint that holds ``state`` is durable. OSError: the disk says no."""
+        """Acknowledge that the checkpoint with ``state`` is durable. OSError: an error of the disk."""
         write_ack(self.folder, self.of(state))
 
     def newest(self) -> list[Ack]:
-        """This consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint."""
+        """Return this consumer's newest generation of acknowledgements, by rank; empty before its first checkpoint."""
         return newest_acks(self.folder, self._consumer)
 
     def done_in(self, state: RankState) -> dict[int, tuple[int, int]]:
-        """For each rank that has acknowledged in the deal of ``state``: how many items, and packs in them."""
+        """Return the acknowledged items, and packs in them, of each rank in the deal of ``state``."""
         return {
             ack.rank: (ack.items_done, ack.packs_done)
             for ack in self.newest()
@@ -284,12 +284,12 @@ class ConsumerAcks(Shown):
         }
 
     def next_generation(self, state: RankState) -> int:
-        """The generation under which a rank goes on from ``state``.
+        """Return the generation with which a rank resumes from ``state``.
 
-        Where no acknowledgement is as new, that is the generation of the state. Else the newest acknowledgements are of
-        this job, whose other ranks may have begun before this one, or of a job that went on from the same checkpoint
-        and was given up. In the first case all of them agree with the state, and their generation goes on. In the
-        second some may not, so the next generation begins, and they no longer count.
+        If no acknowledgement is as new, that is the generation of the state. Otherwise the newest acknowledgements are
+        from this job, whose other ranks may have begun earlier, or from a job that resumed from the same checkpoint and
+        was abandoned. In the first case all of them agree with the state, and their generation continues. In the second
+        case some may not, so the next generation begins, and they no longer count.
         """
         ours, newest = self.of(state), self.newest()
         if not newest or newest[0].generation < ours.generation:
@@ -298,11 +298,11 @@ class ConsumerAcks(Shown):
         return newest[0].generation if all_agree else newest[0].generation + 1
 
     def may_write(self) -> bool:
-        """Whether this process can write acknowledgements; makes the folder, and looks once."""
+        """Return whether this process can write acknowledgements. Creates the folder, and checks only once."""
         if self.is_writable is None:
             home = os.path.join(self.folder, self._consumer)
             with contextlib.suppress(OSError):
                 os.makedirs(home, exist_ok=True)
-            status_of(home)  # waits until its file system answers: what is asked next takes any error for a no
+            status_of(home)  # waits until its file system responds, because the next check treats any error as a no
             self.is_writable = os.access(home, os.W_OK)
         return self.is_writable

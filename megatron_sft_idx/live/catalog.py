@@ -32,28 +32,28 @@ _REMEDY = (
 )
 State = Literal["running", "waiting for consumers", "waiting for input", "failed", "stopped"]
 
-# ---- what a producer says ----
+# ---- documents of the producer ----
 
 
 def default_max_sequences(capacity: int) -> int:
-    """The most sequences in a pack where no limit is given; batches are shaped by it before any shard is there."""
+    """Return the default limit of sequences in a pack; batches get their shape from it before any shard exists."""
     return max(64, capacity // 32)
 
 
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Limits(Record):
-    """What all shards of a catalog keep to, also those still to come, and how far the producer may run ahead.
+    """Limits for all shards of a catalog, including future ones, and for how far the producer may run ahead.
 
     Attributes:
-        capacity: most token positions of a pack.
-        max_sequences_per_pack: most sequences of a pack; ``cu_seqlens`` is made that wide.
+        capacity: maximum number of token positions in a pack.
+        max_sequences_per_pack: maximum number of sequences in a pack; the width of ``cu_seqlens``.
         sequence_multiple: each sequence counts as its length rounded up to this.
         token_dtype: ``uint16`` or ``int32``.
-        consumers: training runs that read the catalog.
-        max_ahead_shards: most published shards that a consumer has not completed; None for no limit.
-        max_ahead_nbytes: most bytes of these; None for no limit.
-        keep_recent: completed shards that are kept, the newest; older ones are removed. None removes nothing.
+        consumers: number of training runs that read the catalog.
+        max_ahead_shards: maximum number of published shards that some consumer has not completed; None for no limit.
+        max_ahead_nbytes: maximum size of these in bytes; None for no limit.
+        keep_recent: number of completed shards to keep, the newest; older ones are removed. None removes nothing.
     """
 
     capacity: Positive
@@ -67,25 +67,25 @@ class Limits(Record):
 
     @property
     def needs_acks(self) -> bool:
-        """Whether the producer waits for consumers, or removes what they have completed."""
+        """Whether the producer waits for consumers, or removes shards that they have completed."""
         return (self.max_ahead_shards, self.max_ahead_nbytes, self.keep_recent) != (None, None, None)
 
 
 @shown_by_fields
 @dataclass(frozen=True, slots=True)
 class ProducerState(Record):
-    """The content of ``_producer.json``: whether the producer is alive, what it promises, and how far it is.
+    """The content of ``_producer.json``: whether the producer is alive, its limits, and its progress.
 
     Attributes:
-        limits: what consumers may rely on.
-        beat: grows with every rewrite, which a living producer does about every two seconds. No clock is in here: a
-            watcher notes, on its own, when it last saw this change.
+        limits: what consumers can rely on.
+        beat: increases with every rewrite, about every two seconds while the producer is alive. It is not a clock: a
+            consumer records, with its own clock, when it last saw a change.
         state: what the producer is doing.
         reason: why it failed or stopped.
         published: shards below this number have been published.
         freed: shards below this number have been removed.
-        options: what decides over the bytes of the shards, as the producer compares it when it is started again.
-        input: how far the input is read, as of the last published shard.
+        options: the options that determine the bytes of the shards, compared when the producer is restarted.
+        input: the position in the input, as of the last published shard.
     """
 
     limits: Limits
@@ -98,7 +98,7 @@ class ProducerState(Record):
     input: dict[str, Any] = field(default_factory=dict)
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """More shards were removed than published."""
+        """Return an error if more shards were removed than published."""
         if self.freed <= self.published:
             return None
         return "freed", self.freed, f"no more than the {self.published} published"
@@ -113,15 +113,18 @@ class _End(Record):
 
 
 def shard_name(number: int) -> str:
-    """``shard-000011``; names of a million shards and more have more digits, and do not sort as their numbers do."""
+    """Return ``shard-000011``.
+
+    From a million shards on, names have more digits, and sort differently from the numbers.
+    """
     return f"shard-{number:06d}"
 
 
 class Catalog(Shown):
-    """A catalog's folder; every call looks at the disk anew.
+    """The folder of a catalog. Every call reads the disk again.
 
     Args:
-        folder: its path. It need not exist yet. FormatError where it is in an object store.
+        folder: its path. It need not exist yet. FormatError: it is in an object store.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -132,23 +135,23 @@ class Catalog(Shown):
         return self.folder
 
     def shard_prefix(self, number: int) -> str:
-        """The path that the five files of a shard share."""
+        """Return the path that the five files of a shard share."""
         return os.path.join(self.folder, shard_name(number))
 
     def is_published(self, number: int) -> bool:
-        """Whether a shard is there, by one of its files."""
+        """Return whether a shard exists, checked by one of its files."""
         return status_of(ShardPaths.of(self.shard_prefix(number)).seq_idx) is not None
 
     def numbers(self) -> list[int]:
-        """The shards that are there, in order."""
+        """Return the existing shards, in order."""
         return [number for number, suffixes in self._found().items() if "seq.idx" in suffixes]
 
     def present(self) -> list[int]:
-        """The shards of which anything is there, also what is being written or was not wholly removed; in order."""
+        """Return the shards of which any file exists, including unfinished and partly removed ones; in order."""
         return list(self._found())
 
     def shard_nbytes(self, number: int) -> int:
-        """How many bytes a shard takes on disk; 0 where it is gone."""
+        """Return the size of a shard on disk in bytes; 0 if it is gone."""
         total, paths = 0, ShardPaths.of(self.shard_prefix(number))
         with contextlib.suppress(FormatError, ShardNotFoundError):
             header = patiently(paths.seq_idx, lambda: read_header(paths))
@@ -159,25 +162,25 @@ class Catalog(Shown):
         return total
 
     def producer(self) -> ProducerState | None:
-        """What the producer wrote last; None where no producer was ever here. FormatError: the file is damaged."""
+        """Return the latest state of the producer; None if there never was one. FormatError: the file is damaged."""
         content = read_document(path := os.path.join(self.folder, PRODUCER))
         return None if content is None else ProducerState.parse(path, content)
 
     def end(self) -> int | None:
-        """How many shards there are in all, removed ones included; None where more may come."""
+        """Return the total number of shards, including removed ones; None if more may come."""
         content = read_document(path := os.path.join(self.folder, END))
         return None if content is None else _End.parse(path, content).shards
 
     def write_producer(self, state: ProducerState) -> None:
-        """Replace ``_producer.json``. The caller must be the producer that holds the catalog."""
+        """Replace ``_producer.json``. The caller must be the producer that holds the catalog's lock."""
         write_document(os.path.join(self.folder, PRODUCER), state, "the state of a producer")
 
     def write_end(self, shards: int) -> None:
-        """Write down that there are so many shards and no more will come. The caller must have published all."""
+        """Record the final number of shards. The caller must have published all of them."""
         write_document(os.path.join(self.folder, END), _End(shards), "the end of a catalog")
 
     def _found(self) -> dict[int, set[str]]:
-        """By the number of each shard of which any file is there, in order: what follows its name in those files."""
+        """Return for each shard with any file, in order of numbers, the suffixes of these files."""
         found: dict[int, set[str]] = {}
         for name in listed(self.folder):
             if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):

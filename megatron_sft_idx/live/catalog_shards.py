@@ -1,4 +1,4 @@
-"""The shards of a catalog, and waiting for its producer: whether it is alive, and why a shard does not come."""
+"""The shards of a catalog, and waiting for its producer: whether it is alive, and why a shard is late."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.training import CARRIED_BY, require_text
 
 _Read = TypeVar("_Read")
-# How much later than another file a network file system may show one.
+# How much later than another file a network file system may make one visible.
 _LAG_SECONDS = 5.0
-# A longer time between two looks was spent in a file system that hangs, perhaps for the producer too.
+# A longer time between two checks was spent in a hanging file system, which may affect the producer as well.
 _LONGEST_GAP = 10.0
 
 
 class CatalogShards(Catalog, LiveShards):
     """The shards of a catalog, which ``megatron-sft-idx produce`` fills.
 
-    Its producer counts as alive while the beat in ``_producer.json`` changes. Clocks of machines and times of files are
-    not looked at.
+    Its producer counts as alive while the beat in ``_producer.json`` changes. Clocks of other machines and times of
+    files are not used.
 
     Args:
-        folder: need not be there yet.
-        max_wait: seconds after which a wait is given up; keep it below the timeout of the collectives, so that the
-            error that says why comes first. None for never.
-        producer_timeout: seconds without a sign of life after which the producer counts as dead.
+        folder: need not exist yet.
+        max_wait: maximum number of seconds for a wait. Keep it below the timeout of the collectives, so that the error
+            with the reason comes first. None for no limit.
+        producer_timeout: number of seconds without a sign of life after which the producer counts as dead.
     """
 
     def __init__(self, folder: str, *, max_wait: float | None = 540.0, producer_timeout: float = 120.0) -> None:
@@ -46,14 +46,14 @@ class CatalogShards(Catalog, LiveShards):
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
 
-    # ---- what is there ----
+    # ---- existing shards ----
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """What the producer promises, and the padding id of the newest shard."""
+        """Return the limits of the producer, and the padding id of the newest shard."""
         if self._limits is None:
             header = self.newest(self.header, waiter)
             producer = self.producer()
-            # A network file system may show a shard sooner than a document that was written before it.
+            # A network file system may show a shard earlier than a document that was written before it.
             for waited in looks(lambda waited: None, pause=waiter.pause, clock=waiter.clock):
                 if producer is not None or waited >= _LAG_SECONDS:
                     break
@@ -67,7 +67,7 @@ class CatalogShards(Catalog, LiveShards):
         return self._limits
 
     def least_packs(self) -> int:
-        """By the options of the producer: a shard has so many tokens at least, which fill so many packs."""
+        """Return the minimum from the producer's options: a shard has a minimum number of tokens, which fill packs."""
         producer = self.producer()
         if producer is None:
             return 1
@@ -79,11 +79,11 @@ class CatalogShards(Catalog, LiveShards):
         return max(1, -(-tokens // producer.limits.capacity)) if isinstance(tokens, int) else 1
 
     def may_not_come(self, uncompleted: Sequence[int]) -> bool:
-        """By the producer's ``--max-ahead-shards`` and ``--max-ahead-gb``, while the end is not known.
+        """Return whether ``--max-ahead-shards`` or ``--max-ahead-gb`` may delay a shard, while the end is not known.
 
-        Once the end is written, no shard is held back any more, and the answer is False. So a job that goes on from a
-        checkpoint may save, and deal anew, at other steps than one that was at the same place before the end was there.
-        For the limit of bytes, every shard counts as many as the largest in ``uncompleted`` that is there now.
+        Once the end is written, no shard is held back any more, and the answer is False. So a job that resumes from a
+        checkpoint may save and redistribute at other steps than a job that was at the same place before the end was
+        known. For the limit in bytes, every shard counts as the largest one in ``uncompleted`` that exists now.
         """
         if self._limits is None or self.end() is not None:
             return False
@@ -94,15 +94,15 @@ class CatalogShards(Catalog, LiveShards):
         return nbytes is not None and (len(uncompleted) + 1) * largest > nbytes
 
     def header(self, number: int) -> Header:
-        """The header of a shard. ShardNotFoundError: it is not there."""
+        """Return the header of a shard. ShardNotFoundError: it does not exist."""
         return self._read(number, read_header)
 
     def _read(self, number: int, read: Callable[[str], _Read]) -> _Read:
-        """What ``read`` makes of the prefix of a shard, which it looks at ``patiently``."""
+        """Return the result of ``read`` for the prefix of a shard, called through ``patiently``."""
         prefix = self.shard_prefix(number)
 
         def look() -> _Read:
-            # Readers take whatever goes wrong here for a file that is not there.
+            # Readers report any error here as a missing file.
             for path in ShardPaths.of(prefix).all:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     os.stat(path)
@@ -111,16 +111,16 @@ class CatalogShards(Catalog, LiveShards):
         return patiently(prefix, look)
 
     def newest(self, read: Callable[[int], _Read], waiter: Waiter | None = None) -> _Read | None:
-        """What ``read`` makes of the number of the newest shard that is there.
+        """Return the result of ``read`` for the number of the newest existing shard.
 
-        With a waiter, waits until there is one. None where there is none; with a waiter, where none will come any more.
+        With a waiter, wait until there is one. Return None if there is none, or with a waiter, if none will come.
         """
         while True:
             for number in reversed(self.numbers()):
                 try:
                     return read(number)
                 except ShardNotFoundError:
-                    # A shard may be freed after it was listed, and a listing may be old.
+                    # A shard may be removed after it was listed, and a listing may be outdated.
                     if self.is_published(number):
                         raise
             producer = self.producer()
@@ -130,7 +130,7 @@ class CatalogShards(Catalog, LiveShards):
                 raise Stopped
 
     def specs_of(self, names: Sequence[str], waiter: Waiter) -> ShardSpecs | None:
-        """The columns as the newest shard has them; see ``LiveShards``."""
+        """Return the columns of the newest shard. See ``LiveShards``."""
 
         def read(number: int) -> ShardSpecs:
             columns = self._read(number, lambda prefix: Shard(prefix, columns=names).columns)
@@ -139,7 +139,7 @@ class CatalogShards(Catalog, LiveShards):
         return self.newest(read, waiter)
 
     def count(self, number: int) -> int | None:
-        """How many packs a shard has, by its header; None where it is not there."""
+        """Return the number of packs in a shard from its header; None if it does not exist."""
         if number not in self._counts:
             try:
                 self._counts[number] = self.header(number).num_packs
@@ -148,11 +148,11 @@ class CatalogShards(Catalog, LiveShards):
         return self._counts[number]
 
     def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
-        """Open a shard, and ask the kernel for its pages.
+        """Open a shard, and ask the kernel to read its pages.
 
         Raises:
-            FormatError: it breaks what the producer promised, judges answers by a column that is not asked for, or has
-                images or audio, and ``allow_media`` was not passed.
+            FormatError: it exceeds the producer's limits, marks bad answers by a column that is not requested, or has
+                images or audio without ``allow_media``.
         """
         shard = self._read(number, lambda prefix: Shard(prefix, columns=columns))
         header = shard.header
@@ -183,11 +183,11 @@ class CatalogShards(Catalog, LiveShards):
     # ---- waiting for its producer ----
 
     def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
-        """Wait for a shard, as ``LiveShards`` has it.
+        """Wait for a shard. See ``LiveShards``.
 
         Raises:
-            SFTIndexError: the producer failed, died, or was never there; the shard was removed; ``max_wait`` is over;
-                or the producer waits for this consumer's checkpoint while this consumer waits for its shard.
+            SFTIndexError: the producer failed, died, or never existed; the shard was removed; ``max_wait`` is over; or
+                the producer waits for this consumer's checkpoint while this consumer waits for its shard.
             FormatError: a document of the catalog is damaged.
             Stopped: the waiter was told to stop.
         """
@@ -203,9 +203,9 @@ class CatalogShards(Catalog, LiveShards):
         for waited in waiter.looks(what):
             state = self.producer() or state
             end = self.end()
-            # Silence counts from the first look of this wait: nobody looked before it.
+            # Silence counts from the first check of this wait, because there was no check before.
             silent = beat.seconds(None if state is None else state.beat)
-            # Look again: it may have been published just before what was read here was written.
+            # Check again: it may have been published just before the document was written.
             if self.is_published(number):
                 return True
             if end is not None and number >= end:
@@ -224,15 +224,15 @@ class CatalogShards(Catalog, LiveShards):
         raise AssertionError("looks never end by themselves")
 
     def _why_gone(self, number: int, state: ProducerState | None, missing_seconds: float) -> str | None:
-        """Why a shard that was published is not there; None while it may just not be visible from here yet."""
+        """Return why a published shard is missing; None while it may just not be visible from here yet."""
         remedy = "Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
         if state is not None and number < state.freed:
             return (
                 f"shards below {state.freed} were removed, because every consumer had completed them (--keep-recent)."
                 f" {remedy}"
             )
-        self.numbers()  # listing a folder makes a network file system look again
-        # Such a file system may show a document sooner than a shard that was published before that.
+        self.numbers()  # listing a folder makes a network file system refresh it
+        # Such a file system may show a document earlier than a shard that was published before it.
         if missing_seconds < _LAG_SECONDS or self.is_published(number):
             return None
         return f"it was published and is not there any more: somebody removed it. {remedy}"
@@ -240,9 +240,9 @@ class CatalogShards(Catalog, LiveShards):
     def _why_late(
         self, state: ProducerState | None, silent: float, stuck: Unchanged, unacknowledged: Callable[[], int]
     ) -> str | None:
-        """Why a shard that is not published yet will not come; None while it still may.
+        """Return why an unpublished shard will not come; None while it still may.
 
-        ``silent`` is for how many seconds the producer has shown no sign of life. ``stuck`` is asked at every look.
+        ``silent`` is the time in seconds without a sign of life of the producer. ``stuck`` is called at every check.
         """
         again = "start the same command again, it goes on where it was"
         if state is not None and state.state == "failed":
@@ -258,7 +258,7 @@ class CatalogShards(Catalog, LiveShards):
             return f"the producer {what}: {limit}, {state.published} published; {again}"
         if state is None:
             return None
-        # Producer and consumer wait for each other. No error at once: a commit may be under way.
+        # Producer and consumer wait for each other. Not an error at once, because a commit may be in progress.
         count = unacknowledged() if state.state == "waiting for consumers" else 0
         seconds = stuck.seconds((state.published, count))
         if not count or seconds < self.producer_timeout:
@@ -272,7 +272,7 @@ class CatalogShards(Catalog, LiveShards):
 
 
 def _described(state: ProducerState | None, silent: float) -> str:
-    """The producer in a few words for messages; ``silent`` is for how many seconds it has shown no sign of life."""
+    """Describe the producer for messages; ``silent`` is the time in seconds without a sign of life."""
     if state is None:
         return "no producer has been here yet"
     doing = "" if state.state == "running" else f", {state.state}"

@@ -1,13 +1,13 @@
-"""Numbered chunks of JSON lines as live shards: ``chunk_00000.jsonl`` and on, written by anybody's producer.
+"""Numbered chunks of JSON lines as live shards: ``chunk_00000.jsonl`` and so on, written by any producer.
 
-A producer does not rename a chunk when it is complete. A chunk is whole when a later chunk or the declared end is
-there; half a line at its end is an error then. The newest chunk has no successor. It is taken as whole when it has not
-changed for a while and ends with a whole line, and a message says so. Its producer may only have paused: so its size is
-compared until it has a successor, and a chunk that grew meanwhile is an error.
+A producer does not rename a complete chunk. A chunk is complete when a later chunk or the declared end exists; an
+incomplete line at its end is then an error. The newest chunk has no successor. It is treated as complete when it has
+not changed for a while and ends with a complete line; a message reports this. Its producer may only have paused, so its
+size is checked until it has a successor, and growth is an error.
 
-Every line is one pack, whatever is wrong with it: a line that cannot be used is an error, or, where that is asked for,
-a pack of one token whose loss is masked. So a chunk's packs are counted without reading them, and the order of
-everything behind a bad line is the same on all ranks.
+Every line is one pack, even if it is invalid: an unusable line is an error or, on request, a pack of one token with
+masked loss. So a chunk's packs are counted without reading them, and the order of everything after a bad line is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ OnBadRow = Literal["error", "skip"]
 
 logger = get_logger("megatron_sft_idx.live")
 
-# ---- the folder, as a consumer sees it ----
+# ---- the folder from a consumer's view ----
 
 
 def chunks_in(folder: str) -> list[int]:
-    """Numbers of the chunks in a folder, which need not be there, ascending. Errors as of ``chunk_numbers``."""
+    """Return the numbers of the chunks in a folder (which may not exist), ascending.
+
+    See ``chunk_numbers`` for errors.
+    """
     try:
         return patiently(folder, lambda: chunk_numbers(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -71,28 +74,29 @@ def _ends_with_whole_line(path: str) -> bool:
 @shown_by_fields
 @dataclass
 class LiveChunks(LiveShards):
-    """Chunks as ``LiveShards``: pre-packed lines are parsed; raw chats are tokenised, each into a pack of its own.
+    """Chunks as ``LiveShards``: pre-packed lines are parsed; raw chats are tokenised, each into a separate pack.
 
-    All ranks must be given the same arguments. Pickled, it is small: each process makes its own tokenizer.
+    All ranks must get the same arguments. Its pickle is small: each process makes its own tokenizer.
 
     Args:
-        folder: of the chunks.
-        promised: what packs keep to.
-        encoding: how a raw chat becomes ids and a mask, its policy on bad rows aside; None for pre-packed lines.
-        vocab_size: ids are below this; None for any.
-        on_bad_row: ``error`` stops at the first line that cannot be used or does not fit; ``skip`` serves a pack of
-            one padding token with its loss masked in place of each, and says so.
-        samples_per_chunk: lines that every chunk but the last has; None for any number.
-        num_chunks: how many there will be, where that is known beforehand.
-        end_folders: where a document may say, once the last one is whole, how many there are; as in a catalog.
-        settle_seconds: the newest chunk is whole when it has not changed for so long.
-        max_wait: most seconds to wait for a chunk.
-        acks: folder of acknowledgements; chunks that are done are marked by it, for producers that delete by the
-            marks. Every rank may, at any time: what comes out is the same. None marks nothing.
-        consumers: training runs that read the chunks; nothing is marked before all of them have acknowledged.
+        folder: folder of the chunks.
+        promised: limits of packs.
+        encoding: how a raw chat becomes ids and a mask (except for its policy on bad rows); None for pre-packed lines.
+        vocab_size: upper bound of ids (exclusive); None for no bound.
+        on_bad_row: ``error`` stops at the first line that is unusable or does not fit; ``skip`` replaces each by a pack
+            of one padding token with masked loss, and reports it.
+        samples_per_chunk: number of lines in every chunk except the last; None for any number.
+        num_chunks: total number of chunks, if it is known in advance.
+        end_folders: folders in which a document may give the total number after the last chunk is complete, as in a
+            catalog.
+        settle_seconds: the newest chunk counts as complete when it has not changed for this long.
+        max_wait: maximum number of seconds to wait for a chunk.
+        acks: folder of acknowledgements. Completed chunks are marked according to it, for producers that delete marked
+            chunks. Every rank may do this at any time, with the same result. None marks nothing.
+        consumers: number of training runs that read the chunks; nothing is marked before all of them have acknowledged.
 
     Attributes:
-        skipped: lines that this process could not use.
+        skipped: number of lines that this process could not use.
     """
 
     folder: str
@@ -117,36 +121,36 @@ class LiveChunks(LiveShards):
                 " make a shard of them with megatron-sft-idx preprocess"
             )
         self.skipped = 0
-        # By number of a chunk without a successor: what was seen of it, and if it was taken as whole, its bytes then.
+        # For each chunk without a successor: its observed state and, if it was treated as complete, its size then.
         self._looks: dict[int, Settling] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
-        # Lines of the chunks that have other ones than they should, which only the last may have.
+        # Numbers of lines in chunks that differ from the expected one; allowed only for the last chunk.
         self._uneven: dict[int, int] = {}
         self._may_mark = self.acks is not None
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """The limits that it was made with, and the tokenizer's padding id."""
+        """Return the limits passed to the constructor, and the tokenizer's padding id."""
         return self.promised, self.pad_id
 
     def path_of(self, number: int) -> str:
-        """The file of a chunk."""
+        """Return the path of a chunk."""
         return os.path.join(self.folder, chunk_name(number))
 
     def name(self, number: int) -> str:
-        """``chunk 8``."""
+        """Return ``chunk 8``."""
         return f"chunk {number} ({chunk_name(number)})"
 
     def numbers(self) -> list[int]:
-        """Chunks that are there, in order, the one that is being written included."""
+        """Return the existing chunks in order, including the one being written."""
         return chunks_in(self.folder)
 
     def _newest(self) -> int:
-        """The last chunk that is there; -1 where none is."""
+        """Return the last existing chunk, or -1."""
         return max(self.numbers(), default=-1)
 
     def end(self) -> int | None:
-        """How many chunks there are in all, once somebody has said so. FormatError where there are more."""
+        """Return the total number of chunks once it was declared. FormatError: there are more."""
         said = [end for end in (self._declared_end(), self.num_chunks) if end is not None]
         if not said:
             return None
@@ -161,12 +165,12 @@ class LiveChunks(LiveShards):
         return end
 
     def _declared_end(self) -> int | None:
-        """How many chunks there are, where that was written down when the last one was whole."""
+        """Return the number of chunks recorded when the last one was complete."""
         ends = [Catalog(folder).end() for folder in self.end_folders]
         return min((end for end in ends if end is not None), default=None)
 
     def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
-        """See ``LiveShards``; nobody knows whether a producer of chunks waits for its consumers."""
+        """See ``LiveShards``. It is unknown whether a producer of chunks waits for its consumers."""
         for waited in waiter.looks(lambda: f"{self.name(number)}; {self.describe(number)}"):
             end = self.end()
             self._require_even()
@@ -183,16 +187,16 @@ class LiveChunks(LiveShards):
             " wait longer"
         )
 
-    # ---- which chunks are whole ----
+    # ---- complete chunks ----
 
     def is_whole(self, number: int, end: int | None) -> bool:
-        """Whether a chunk is there and its producer is done with it; ``end`` is how many there are, None if unknown.
+        """Return whether a chunk exists and its producer is done with it; ``end`` is the total number, None if unknown.
 
         Raises:
-            FormatError: the chunk is missing though later ones are there, or ends in the middle of a line.
+            FormatError: the chunk is missing although later ones exist, or it ends in the middle of a line.
         """
         path = self.path_of(number)
-        # The successor first: whatever is seen of the chunk after that is final.
+        # The successor first: any later observation of the chunk is then final.
         followed = end is not None or self._is_followed(number)
         try:
             status = patiently(path, lambda: os.stat(path))
@@ -212,7 +216,7 @@ class LiveChunks(LiveShards):
         if followed:
             return True
         look = self._looks.setdefault(number, Settling(self.settle_seconds))
-        # A producer that has written nothing yet has not ended a line either.
+        # A producer that has written nothing yet has not completed a line either.
         if not look.is_whole(path, status) or not status.st_size or not _ends_with_whole_line(path):
             return False
         if self._settled.get(number) != status.st_size:
@@ -222,17 +226,17 @@ class LiveChunks(LiveShards):
         return True
 
     def _is_followed(self, number: int) -> bool:
-        # The next one may have been consumed by another rank, and freed.
+        # The next one may have been consumed and removed by another rank.
         return status_of(self.path_of(number + 1)) is not None or self._newest() > number
 
     def require_unchanged(self) -> None:
-        """FormatError where a chunk that was taken as whole has grown since."""
+        """Raise FormatError if a chunk that was treated as complete has grown."""
         for number, nbytes in list(self._settled.items()):
             followed = self._is_followed(number)
             if (status := status_of(self.path_of(number))) is not None:
                 now = status.st_size
             else:
-                now, followed = nbytes, True  # consumed, and freed
+                now, followed = nbytes, True  # consumed and removed
             if now != nbytes:
                 raise FormatError(
                     f"{self.path_of(number)}: it has {now:,} bytes and had {nbytes:,} when it was taken as whole,"
@@ -243,7 +247,7 @@ class LiveChunks(LiveShards):
                 del self._settled[number], self._looks[number]
 
     def describe(self, number: int) -> str:
-        """Why a chunk is waited for, as a clause."""
+        """Return why a chunk is being waited for, as a clause."""
         name = chunk_name(number)
         if (look := self._looks.get(number)) is not None:
             is_torn = look.nbytes and not _ends_with_whole_line(self.path_of(number))
@@ -253,10 +257,10 @@ class LiveChunks(LiveShards):
         there = "no chunk is there" if newest < 0 else f"the newest one is {chunk_name(newest)}"
         return f"{name} is not there, {there}"
 
-    # ---- chunks that are there ----
+    # ---- existing chunks ----
 
     def count(self, number: int) -> int | None:
-        """Lines of a chunk; None where it is not there, whole. FormatError where one grew that was taken as whole."""
+        """Return a chunk's number of lines; None if it is not complete. FormatError: a complete chunk has grown."""
         self.require_unchanged()
         if number not in self._counts:
             if status_of(self.path_of(number)) is None or not self.is_whole(number, self._declared_end()):
@@ -265,16 +269,16 @@ class LiveChunks(LiveShards):
         return self._counts[number]
 
     def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
-        """Find the lines of a chunk that is whole, which reads all of it.
+        """Find the lines of a complete chunk, which reads all of it.
 
-        FormatError: it is of another kind, or a processor expands images and audio in its lines, and ``allow_media``
-        was not passed.
+        FormatError: it is of another kind, or a processor expands images and audio in its lines without
+        ``allow_media``.
         """
         path = self.path_of(number)
         has_media = self.encoding is not None and self.encoding.processor is not None
         require_text(path, has_media, allow_media, CARRIED_BY)
         if self.encoding is not None and recognise(path):
-            # Packs would be read as sequences.
+            # Otherwise packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
         if self.encoding is None:
             instead = "make a shard of the chunks (megatron-sft-idx convert), and train on that"
@@ -283,17 +287,17 @@ class LiveChunks(LiveShards):
         chunk = self._opened(number)
 
         def load(packs: NDArray[np.int64]) -> tuple[PacksInMemory, NDArray[np.int64]]:
-            """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
+            """Read these packs line by line: memory holds the bounds of lines and the packs of one batch."""
             run = self.packs(chunk, packs.tolist())
             index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
             items = None if run.media is None else RunItems(run.media, run.begins)
             return PacksInMemory(index, (run.tokens, run.loss_mask), items), np.arange(len(packs))
 
-        # How many tokens it has nobody knows before all is read; lines are held to the rules as they are read.
+        # The number of tokens is unknown before all is read. Lines are checked when they are read.
         return OpenPacks(len(chunk), None, {}, None, load, lambda found: FormatError(f"{chunk.path}: {found}"))
 
     def committed(self) -> None:
-        """Mark every chunk in the folder that every consumer has completed."""
+        """Mark every chunk in the folder that all consumers have completed."""
         if self.acks is None or not self._may_mark:
             return
         for number in completed(read_acks(self.acks), self.consumers, self.numbers()):
@@ -304,7 +308,7 @@ class LiveChunks(LiveShards):
                 continue
             except OSError as error:
                 if error.errno in PASSING_ERRORS:
-                    return  # the next commit marks what this one leaves
+                    return  # the next commit marks the rest
                 self._may_mark = False
                 logger.warning(
                     f"{self.folder}: completed chunks cannot be marked here ({error.strerror}), so their producer will"
@@ -322,7 +326,7 @@ class LiveChunks(LiveShards):
         return chunk
 
     def _require_even(self) -> None:
-        """FormatError where a chunk that is not the last one has another number of lines than it should have."""
+        """Raise FormatError if a chunk other than the last one has an unexpected number of lines."""
         expected = self.samples_per_chunk or 0
         for number, lines in self._uneven.items():
             if lines > expected or self._newest() > number:
@@ -332,23 +336,23 @@ class LiveChunks(LiveShards):
                     " so the option may be left out"
                 )
 
-    # ---- lines to packs, when a batch needs them ----
+    # ---- from lines to packs, when a batch needs them ----
 
     @cached_property
     def encoder(self) -> RowEncoder | None:
-        """The encoder of raw chats, made by the process that first asks for it; None for pre-packed lines."""
+        """The encoder of raw chats, created on first use in a process; None for pre-packed lines."""
         return None if self.encoding is None else RowEncoder(self.encoding)
 
     @property
     def pad_id(self) -> int | None:
-        """The tokenizer's padding id, None where unknown."""
+        """The tokenizer's padding id; None if it is unknown."""
         return None if self.encoder is None else self.encoder.tokenizer.pad_id
 
     def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
-        """The packs of these lines, end to end.
+        """Return the packs of these lines, concatenated.
 
         Raises:
-            SequenceError: a line that cannot be used, with its file and line.
+            SequenceError: a line is unusable; with its file and line.
             FormatError: the chunk changed since it was opened.
         """
         runs = [self._pack(chunk, index) for index in indices]
@@ -390,7 +394,7 @@ class LiveChunks(LiveShards):
         return run
 
     def _require_fit(self, run: PackRun) -> None:
-        """ValueError unless a run of one pack keeps to the limits."""
+        """Raise ValueError unless a run of one pack is within the limits."""
         limits = self.promised
         multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
         sequences = len(run.seq_starts)
@@ -407,16 +411,16 @@ class LiveChunks(LiveShards):
             raise ValueError(f"id {largest}, the vocabulary has {self.vocab_size:,}; raise --vocab-size")
 
 
-# ---- the end, where nobody else says it ----
+# ---- declaring the end ----
 
 
 @contextlib.contextmanager
 def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> Iterator[None]:
-    """Inside, a thread declares the end where the producer writes none: by one process, for all ranks.
+    """Run a thread that declares the end if the producer does not: in one process, for all ranks.
 
-    That is when no chunk came and none has grown for so many seconds. Half a line at the end of the newest chunk is no
-    end: those who wait for that chunk say what is wrong with it. The document goes into the first of ``end_folders``
-    that takes it.
+    This happens when no chunk was added or has grown for this many seconds. With an incomplete line at the end of the
+    newest chunk there is no end; waiting ranks report the problem. The document is written to the first of
+    ``end_folders`` that is writable.
     """
     stopped = threading.Event()
 
@@ -435,7 +439,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                 present = patiently(folder, lambda: chunk_numbers(folder))
                 newest = max([last_whole, *present])
                 path = os.path.join(folder, chunk_name(newest)) if newest >= 0 else folder
-                status, ends_with_line = None, newest >= 0  # a chunk that was whole may be freed by now
+                status, ends_with_line = None, newest >= 0  # a complete chunk may be removed by now
                 if newest in present:
                     status = patiently(path, partial(os.stat, path))
                     ends_with_line = status.st_size > 0 and _ends_with_whole_line(path)
@@ -446,9 +450,9 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                     logger.info(said, folder, seconds, newest + 1)
                     return
             except FileNotFoundError:
-                continue  # freed between two looks, or no folder yet
+                continue  # removed between two checks, or no folder yet
             except (OSError, SFTIndexError) as error:
-                # Whoever reads the folder meets what is wrong with it too, and stops.
+                # Readers of the folder will find the same problem and stop.
                 logger.error("%s: the end cannot be declared: %s", folder, error)
                 return
 

@@ -1,7 +1,7 @@
-"""Small JSON documents that producers and consumers of live data share, and the records in them.
+"""Small JSON documents shared by producers and consumers of live data, and the records in them.
 
-A document is replaced as a whole. It may have been written by another version or with bad intentions. So its size,
-syntax, version and the type of every field are checked, and anything wrong is a FormatError.
+A document is replaced as a whole. It may be from another version or malicious. So its size, syntax, version and the
+type of every field are checked, and any problem is a FormatError.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_sft_idx.storage import read_beginning
 from megatron_sft_idx.storage.publish import Kind, head_of, write_control_file
 
 VERSION = 1
-# Far above what is ever written: a leftover of every one of a million shards.
+# Far above any real size: one leftover for each of a million shards.
 MAX_NBYTES = 64 << 20
 _LARGEST = 2**62
-# In a record: a whole number from 1 on, where a plain int is one from 0 on.
+# In a record: an integer of at least 1; a plain int is at least 0.
 Positive: TypeAlias = Annotated[int, 1]
 
 _R = TypeVar("_R", bound="Record")
@@ -35,27 +35,27 @@ _R = TypeVar("_R", bound="Record")
 class Record:
     """A dataclass that is written as JSON, and checked against its annotations when it is read.
 
-    Fields are whole numbers, texts, true or false, one of some literals, any of these or None, objects as they are
-    (``dict[str, Any]``), other records, and tuples of whole numbers or records.
+    Fields can be integers, texts, bools, literals, any of these or None, plain objects (``dict[str, Any]``), other
+    records, and tuples of integers or records.
     """
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain values, which ``parse`` reads."""
+        """Return the record as plain values for ``parse``."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
         return values
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """A field whose value contradicts the others: its name, its value and what is expected; else None."""
+        """Return a field that contradicts the others (name, value and expected value), or None."""
         return None
 
     @classmethod
     def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
-        """The record in the plain values ``content``, of the document at ``path`` or of its field ``where``.
+        """Parse the plain values ``content`` from the document at ``path``, or from its field ``where``.
 
         Raises:
-            FormatError: a field is missing, of another type, or does not go with the others.
+            FormatError: a field is missing, has another type, or contradicts others.
         """
         if not isinstance(content, dict):
             raise _wrong(path, where.rstrip("."), content, "an object")
@@ -72,7 +72,7 @@ def _hints(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _value(hint: Any, path: str, name: str, value: Any) -> Any:
-    """A value of the type that an annotation asks for. FormatError where it is of another one."""
+    """Return a value, checked against an annotation. FormatError: it has another type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return None if value is None else _value(inner[0], path, name, value)
@@ -109,12 +109,12 @@ def _wrong(path: str, name: str, found: Any, expected: str) -> FormatError:
 
 
 def require_version(path: str, content: dict[str, Any], version: int = VERSION) -> None:
-    """UnsupportedVersionError where a document is of another version; FormatError where it does not say of which."""
+    """Raise UnsupportedVersionError for another version of a document; FormatError if it has no version."""
     if _value(int, path, "version", content.get("version")) != version:
         raise UnsupportedVersionError(path, content["version"], [version])
 
 
-# What documents of this package begin with.
+# The beginning of all documents of this package.
 _BEGIN = b'{"version":'
 
 
@@ -123,11 +123,11 @@ def _begins_as_ours(data: bytes) -> bool:
 
 
 def read_document(path: str) -> dict[str, Any] | None:
-    """The content of the document at ``path``; None where there is none. Looks ``patiently``.
+    """Return the content of the document at ``path``; None if it does not exist. Reads through ``patiently``.
 
     Raises:
-        FormatError: something else is there, or it is too large, torn or of another version.
-        SFTIndexError, OSError: it cannot be read.
+        FormatError: something else is there, or the document is too large, incomplete or of another version.
+        SFTIndexError, OSError: it is unreadable.
     """
     try:
         return patiently(path, lambda: look_at_document(path))
@@ -136,11 +136,11 @@ def read_document(path: str) -> dict[str, Any] | None:
 
 
 def look_at_document(path: str) -> dict[str, Any]:
-    """One look at a document.
+    """Read a document once.
 
     Raises:
-        UnsettledError: it is torn, and may be whole at the next look.
-        FormatError, OSError: as of ``read_document``; FileNotFoundError or NotADirectoryError where there is none.
+        UnsettledError: it is incomplete, and may be complete at the next attempt.
+        FormatError, OSError: see ``read_document``; FileNotFoundError or NotADirectoryError if it does not exist.
     """
     try:
         data = read_beginning(path, MAX_NBYTES + 1)
@@ -157,7 +157,7 @@ def look_at_document(path: str) -> dict[str, Any]:
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        # A document that is torn is empty, begins as all do, or has zeros where nothing was written yet.
+        # An incomplete document is empty, begins like all documents, or has zeros in the part not written yet.
         is_torn = data[:1] in (b"", b"\0") or _begins_as_ours(data)
         raise (UnsettledError if is_torn else FormatError)(
             f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
@@ -170,13 +170,13 @@ def look_at_document(path: str) -> dict[str, Any]:
 
 
 def write_document(path: str, record: Record, what: str) -> None:
-    """Replace the document at ``path`` durably and as a whole; of several writers the last one wins.
+    """Replace the document at ``path`` durably and as a whole. Of several writers the last one wins.
 
-    A document of this package that is torn is replaced too.
+    An incomplete document of this package is also replaced.
 
     Raises:
-        FormatError: something is there that cannot be read as a document of this kind, which sentences call ``what``.
-        SFTIndexError, OSError: the disk says no.
+        FormatError: the path has something that is not a document of this kind; ``what`` is its name in messages.
+        SFTIndexError, OSError: an error of the disk.
     """
 
     def recognize(found: str) -> bool:
@@ -194,7 +194,7 @@ def write_document(path: str, record: Record, what: str) -> None:
     def write() -> None:
         try:
             write_control_file(path, data, Kind(what, recognize), overwrite=True)
-        except FormatError:  # another writer may have replaced it in between, or it could not be read just then
+        except FormatError:  # another writer may have just replaced it, or it was temporarily unreadable
             write_control_file(path, data, Kind(what, recognize), overwrite=True)
 
     patiently(path, write)

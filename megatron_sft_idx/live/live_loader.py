@@ -1,18 +1,18 @@
-"""``LiveLoader`` is what a trainer iterates over: one rank's micro-batches of live shards, and its checkpoints.
+"""``LiveLoader``, the iterator for a trainer: one rank's micro-batches of live shards, and its checkpoints.
 
-What happens to a micro-batch::
+The steps of a micro-batch::
 
     Walk           which packs come next, as shards appear                    in the loader's thread
     OpenShards     opens these shards, and closes others                      in the loader's thread
     BatchLoader    assembles the batches, and keeps two ready                 in the loader's thread
-    LiveLoader     hands a batch out, and notes where the rank stands then    in the trainer's thread
+    LiveLoader     returns a batch, and records the rank's position           in the trainer's thread
 
-So the thread runs ahead, and ``LiveLoader.state`` does not: a checkpoint says what was trained on, never what is only
-prepared.
+So the thread runs ahead, but ``LiveLoader.state`` does not: a checkpoint contains what was trained on, never what is
+only prepared.
 
-A checkpoint has two steps. The trainer saves ``state_dict()`` with its model. Once all ranks have done so it calls
-``commit``, which tells the producer. A trainer that is killed between the two reads nothing twice and misses nothing,
-because the producer keeps all shards that no acknowledgement includes.
+A checkpoint has two steps. The trainer saves ``state_dict()`` with its model. When all ranks have done so, it calls
+``commit``, which informs the producer. A trainer that is killed between the two neither repeats nor skips data, because
+the producer keeps all shards that are not acknowledged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,16 @@ from megatron_sft_idx.live.live_order import (
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
 from megatron_sft_idx.live.waiting import Stopped, Stopwatch, Waiter
-from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, MediaStep, Tensors, Wanted
+from megatron_sft_idx.training import (
+    BatchAssembler,
+    BatchIterator,
+    BatchLoader,
+    Form,
+    MediaStep,
+    Tensors,
+    Wanted,
+    check_media_options,
+)
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -53,9 +62,9 @@ logger = get_logger("megatron_sft_idx.live")
 @shown_by_fields
 @dataclass(frozen=True)
 class LiveConfig:
-    """How one data-parallel rank reads live data.
+    """Options for reading live data on one data-parallel rank.
 
-    Processes of one data-parallel rank (tensor, pipeline, context parallelism) give the same ``rank`` and read the
+    All processes of one data-parallel rank (tensor, pipeline, context parallelism) use the same ``rank`` and read the
     same micro-batches.
 
     >>> LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8).step_rows
@@ -63,29 +72,29 @@ class LiveConfig:
 
     Attributes:
         rank: data-parallel rank, from 0.
-        size: the number of data-parallel ranks.
-        seq_length: positions of a row.
-        micro_batch_size: rows of a micro-batch.
-        micro_batches: how many of them a rank takes in a step. All ranks end with a whole step.
-        shuffle: whether packs are shuffled inside a window; else they come as they are stored.
-        window: how many shards of this rank are shuffled together. All of them are open at once, with four maps each.
-        seed: of every shuffle.
-        epochs: how often everything is read. Only the last epoch completes shards, so that they can be removed.
-        at_end: how all ranks come to the same number of steps: ``pad`` adds rows whose loss is masked, ``drop`` leaves
-            packs out.
+        size: number of data-parallel ranks.
+        seq_length: number of positions in a row.
+        micro_batch_size: number of rows in a micro-batch.
+        micro_batches: number of micro-batches per rank and step. All ranks end with a complete step.
+        shuffle: whether packs are shuffled inside a window; otherwise they keep the order of storage.
+        window: number of shards of this rank that are shuffled together. All of them are open at once, with four maps
+            each.
+        seed: seed of all shuffles.
+        epochs: number of epochs. Only the last epoch completes shards, so that they can be removed.
+        at_end: how all ranks get the same number of steps: ``pad`` adds rows with masked loss, ``drop`` omits packs.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
-        pad_id: id that fills up rows; None for the tokenizer's.
-        form: of the batches; see ``BatchLayout``.
-        columns: names of the shards' columns that batches have, with values as they are stored. Not ``source``: it
+        pad_id: padding id for rows; None for the tokenizer's.
+        form: form of the batches; see ``BatchLayout``.
+        columns: names of the shards' columns to include in batches, with values as stored. Not ``source``, because it
             numbers the files of a list in its own shard, which other ranks may never see.
-        media: makes of the images and audio of each batch what is added to it: ``training.media.MediaInputs``. Without
-            it a shard with images or audio ends training when it is opened.
-        ignore_media: train on shards with images and audio, as if their placeholder tokens were text.
-        consumer: the name of this training run among those that read the catalog.
-        ack_dir: the folder of acknowledgements, where consumers may not write into the catalog.
+        media: function that makes the additional inputs for the images and audio of each batch:
+            ``training.media.MediaInputs``. Without it, opening a shard with images or audio ends training.
+        ignore_media: train on shards with images and audio as if their placeholder tokens were text.
+        consumer: name of this training run among the consumers of the catalog.
+        ack_dir: folder of acknowledgements, if consumers may not write into the catalog.
 
     Raises:
-        FormatError: an option has a value that it cannot have.
+        FormatError: an option has an invalid value.
     """
 
     rank: int
@@ -109,6 +118,7 @@ class LiveConfig:
 
     def __post_init__(self) -> None:
         require_fields(self)
+        check_media_options(self.media, self.ignore_media)
         if not 0 <= self.rank < self.size:
             raise FormatError(f"rank {self.rank}, expected 0 to {self.size - 1}: there are {self.size} ranks")
         for name, least in (
@@ -134,19 +144,19 @@ class LiveConfig:
 
     @property
     def step_rows(self) -> int:
-        """Rows of this rank in a step of the optimizer."""
+        """Number of rows of this rank in a step of the optimizer."""
         return self.micro_batch_size * self.micro_batches
 
 
 class LiveLoader(Shown, Iterator[Tensors]):
-    """The micro-batches of a rank, prepared ahead by a thread. It is a context manager that closes itself.
+    """The micro-batches of a rank, prepared ahead by a thread. Use it as a context manager, which closes it.
 
     On each of several ranks::
 
         with LiveLoader("catalog", LiveConfig(rank=rank, size=size, seq_length=4096)) as loader:
             if checkpoint is not None:
                 loader.load_state_dict(checkpoint)
-            loader.commit()                 # what an earlier run read beyond the checkpoint must be kept
+            loader.commit()                 # keep data that an earlier run read beyond the checkpoint
             for batch in loader:
                 step(batch)
                 if time_to_save:
@@ -155,19 +165,19 @@ class LiveLoader(Shown, Iterator[Tensors]):
                     barrier()               # every rank's part is on disk
                     loader.commit(state)    # shards that are done may be removed now
 
-    Where the producer limits how far it is ahead, ``may_need_commit`` says when it is time to save.
+    If the producer limits how far it runs ahead, ``may_need_commit`` says when it is time to save.
 
-    Batches have the keys and shapes that ``BatchAssembler`` makes. A batch is valid until the next one is taken, as
-    with ``BatchLoader``, and pinned if there is a GPU.
+    Batches have the keys and shapes of ``BatchAssembler``. A batch is valid until the next one is taken, as with
+    ``BatchLoader``, and pinned if there is a GPU.
 
     Args:
         catalog: the folder of a catalog, or other live shards.
-        config: how this rank reads them.
+        config: options for this rank.
 
     Attributes:
         shards: the live shards.
         config: as given.
-        state: where the rank stands after the batches that were taken.
+        state: the rank's position after the batches that were taken.
         acks: the acknowledgements of this consumer.
     """
 
@@ -183,14 +193,15 @@ class LiveLoader(Shown, Iterator[Tensors]):
             batch_rows=config.micro_batch_size,
             step_rows=config.step_rows,
         )
-        # Set when the loader is closed or collected. It ends every wait, so the thread must not know the loader itself.
+        # Set when the loader is closed or collected. It ends every wait, so the thread must not refer to the loader
+        # itself.
         self._stop = threading.Event()
         weakref.finalize(self, self._stop.set)
-        # The thread's waits count only the time for which the trainer waits too. The trainer may save for longer than
-        # any limit, and the thread may wait meanwhile for a shard that is published only after that.
+        # The thread's waits count only the time during which the trainer also waits. The trainer may save for longer
+        # than any limit, while the thread waits for a shard that is published only after that.
         self._asking = Stopwatch()
         self._waiter = Waiter(f"rank {config.rank}", self._stop.wait, clock=self._asking)
-        # What the producer promises; None before ``prepare``.
+        # The producer's limits; None before ``prepare``.
         self._limits: Limits | None = None
         self._begun: tuple[Walk, BatchIterator] | None = None
         self._closed = False
@@ -213,7 +224,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
                 tensors = next(batches)
         except StopIteration:
             if not self._closed:  # by another thread
-                self.state = walk.state  # which may be behind shards without packs
+                self.state = walk.state  # possibly after shards without packs
             self.close()
             raise
         except Stopped:
@@ -259,12 +270,12 @@ class LiveLoader(Shown, Iterator[Tensors]):
             acknowledged=self.acks.done_in,
             waiter=self._waiter,
         )
-        # The loader must not look further ahead in the order than it fills batches: a batch that is ready would have to
-        # wait until the next shard is published.
+        # The loader must not look further ahead in the order than it fills batches. Otherwise a batch that is ready
+        # would have to wait until the next shard is published.
         return walk, iter(BatchLoader(assembler, _holding_shards(walk, source), ahead=0))
 
     def close(self) -> None:
-        """End the thread, even while it waits for a shard. Any thread may call this, more than once."""
+        """End the thread, even while it waits for a shard. Any thread may call this repeatedly."""
         self._closed = True
         self._stop.set()
         if self._begun is not None:
@@ -276,13 +287,13 @@ class LiveLoader(Shown, Iterator[Tensors]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- what the producer promises ----
+    # ---- limits of the producer ----
 
     def prepare(self) -> None:
-        """Wait for the catalog's limits, and hold them against the options; once. The first batch does it too.
+        """Wait for the catalog's limits, and check the options against them, once. The first batch also does this.
 
         Raises:
-            FormatError: with these limits training would come to a stop.
+            FormatError: with these limits, training would come to a stop.
             SFTIndexError: no limits were written in time.
         """
         if self._limits is None:
@@ -291,7 +302,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
             self._limits = limits
 
     def require_room(self) -> Limits:
-        """The catalog's limits, which this waits for. FormatError: the producer may not be far enough ahead."""
+        """Wait for the catalog's limits and return them. FormatError: the producer may not run far enough ahead."""
         with self._asking:
             limits = self.shards.limits(self._waiter)[0]
         deal, step_rows = self.state.deal, self.config.step_rows
@@ -309,22 +320,23 @@ class LiveLoader(Shown, Iterator[Tensors]):
 
     @property
     def needs_acks(self) -> bool:
-        """Whether the producer needs acknowledgements to go on, or to remove shards; False before ``prepare``."""
+        """Whether the producer needs acknowledgements to continue or to remove shards; False before ``prepare``."""
         return self._limits is not None and self._limits.needs_acks
 
     def may_need_commit(self, committed: Sequence[RankState]) -> bool:
-        """Whether the next step may need a shard that the producer publishes only after another commit.
+        """Return whether the next step may need a shard that the producer publishes only after another commit.
 
-        A trainer asks this before each step on every rank. Where any rank answers True, all save and commit first. If
-        the answer is still True then, some ranks have read much less than others, and what they left holds the producer
-        back. Then all ranks begin a new loader from the list of their states, so that what is left is dealt out anew.
+        A trainer calls this before each step on every rank. If any rank returns True, all ranks save and commit first.
+        If the result is still True then, some ranks have read much less than others, and their unread shards hold the
+        producer back. Then all ranks start a new loader from the list of their states, so that the rest is distributed
+        again.
 
-        While the end of the data is not known, runs with the same data and the same commits get the same answers, at
-        whatever pace shards come: they follow from the shards that a step can need at most, not from those that are
-        there.
+        While the end of the data is not known, runs with the same data and the same commits get the same results,
+        independent of the pace of the producer: they depend on the shards that a step can need at most, not on the
+        existing ones.
 
         Args:
-            committed: the states of all ranks that were acknowledged last.
+            committed: the most recently acknowledged states of all ranks.
         """
         self.prepare()
         packs_in = lambda shard: self.shards.count(shard) or 0  # noqa: E731
@@ -335,20 +347,20 @@ class LiveLoader(Shown, Iterator[Tensors]):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rank stands after the batches that were taken, as plain values for a checkpoint."""
+        """Return the rank's position after the batches that were taken, as plain values for a checkpoint."""
         return self.state.to_json()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Begin where a checkpoint ended.
+        """Start at the position of a checkpoint.
 
         Args:
-            state: this rank's own state, in a job with as many ranks: then the same batches come, bit for bit, as if
-                the job had gone on. Or a list of all ranks' states of one checkpoint, for a job with any number of
-                ranks and any micro-batches: then what is left is dealt out anew, every pack exactly once.
+            state: this rank's own state, for a job with the same number of ranks: the same batches follow, bit for bit,
+                as if the job had continued. Or a list of all ranks' states of one checkpoint, for a job with any number
+                of ranks and any micro-batches: the rest is then distributed again, every pack exactly once.
 
         Raises:
-            FormatError: it is no state, or one of a job with another seed, shuffle or number of epochs.
-            SFTIndexError: batches were taken already.
+            FormatError: it is not a state, or it is from a job with another seed, shuffle or number of epochs.
+            SFTIndexError: batches were already taken.
         """
         folder, config = self.shards.folder, self.config
         if self._begun is not None or self._closed:
@@ -381,17 +393,17 @@ class LiveLoader(Shown, Iterator[Tensors]):
                 config.step_rows,
             )
         self.state = own
-        self._limits = None  # so that ``prepare`` looks for the generation again
+        self._limits = None  # so that ``prepare`` looks up the generation again
 
     def commit(self, state: dict[str, Any] | None = None) -> None:
         """Acknowledge that a checkpoint is on disk, so that the shards that it includes need not be kept.
 
-        One process of each data-parallel rank must call this. Calling it twice does no harm.
+        One process of each data-parallel rank must call this. Repeated calls are harmless.
 
         Args:
-            state: what ``state_dict`` returned for that checkpoint. None, before the first batch, for where this run
-                begins: it will read again what an earlier run of the same name acknowledged beyond that, so those
-                shards must be kept. If no run came before, that writes nothing.
+            state: the result of ``state_dict`` for that checkpoint. None, before the first batch, for the position at
+                which this run begins: it will read again what an earlier run of the same name acknowledged beyond that,
+                so those shards must be kept. Without an earlier run, that writes nothing.
 
         Raises:
             OSError: the acknowledgement could not be written.
@@ -411,7 +423,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
         )
 
     def may_acknowledge(self) -> bool:
-        """Whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""
+        """Return whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""
         is_first = self.acks.is_writable is None
         if self.acks.may_write():
             return True
@@ -426,10 +438,10 @@ class LiveLoader(Shown, Iterator[Tensors]):
 
 
 def _holding_shards(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
-    """The micro-batches of a walk, each with its shards open."""
+    """Yield the micro-batches of a walk, each with its shards open."""
     for wanted in walk:
-        # The shards of the micro-batch, and those of the open group. All others may be closed, since the packs of one
-        # micro-batch are read before the next one is asked for.
+        # The shards of the micro-batch, and those of the open group. All others may be closed, because the packs of one
+        # micro-batch are read before the next one is requested.
         shards_of_rows = np.asarray(wanted.packs)[:, 0].tolist()
         source.hold([*shards_of_rows, *wanted.state.open_shards])
         yield wanted

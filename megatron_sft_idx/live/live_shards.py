@@ -1,7 +1,7 @@
-"""Numbered shards that appear one after the other while they are trained on, as consumers see them.
+"""Numbered shards that appear one after another during training, from a consumer's view.
 
-``LiveShards`` is what a folder of them can be asked: ``CatalogShards`` and ``LiveChunks`` answer. ``OpenShards`` is the
-source of packs of a rank: it has some of the shards open at a time, and batches are made of these.
+``LiveShards`` is the interface of a folder of shards; ``CatalogShards`` and ``LiveChunks`` implement it. ``OpenShards``
+is a rank's source of packs: it keeps some of the shards open, and batches are made from these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sft_idx.training import Arrays, Index, ItemFinder, Segments, locat
 
 @shown_by_fields
 class ShardSpecs(NamedTuple):
-    """The columns that were asked for, as one of the shards has them: its number, and their specs by name."""
+    """The requested columns in one of the shards: its number, and their specs by name."""
 
     number: int
     specs: dict[str, ColumnSpec]
@@ -32,12 +32,12 @@ class ShardSpecs(NamedTuple):
 
 @shown_by_fields
 class PacksInMemory(NamedTuple):
-    """Packs that batches are made of.
+    """Packs in memory for making batches.
 
     Attributes:
-        pack_index: of the packs, which points into the arrays.
-        arrays: tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and columns, an item a row.
-        items: what finds their images and audio; None where they have none.
+        pack_index: index of the packs into the arrays.
+        arrays: tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and columns, one item per row.
+        items: lookup of their images and audio; None if they have none.
     """
 
     pack_index: Index
@@ -50,13 +50,13 @@ class OpenPacks(NamedTuple):
     """One open shard. Only one thread may use it.
 
     Attributes:
-        num_packs: how many packs it has.
-        num_tokens: how many tokens they have in all; None where only reading all of them would tell.
-        specs: the columns that it was opened with, in the order of their arrays.
-        found: all its packs; None where ``load`` reads packs as they are needed.
-        load: reads some packs (int64, one or more) into memory. It gives these, and their numbers in the index there,
-            int64. None where ``found`` has all packs.
-        broken: makes the error about a pack of which a kernel says ``shard S, pack N: what (rule R)``.
+        num_packs: number of its packs.
+        num_tokens: total number of their tokens; None if only reading all of them would show it.
+        specs: the requested columns, in the order of their arrays.
+        found: all its packs; None if ``load`` reads packs on demand.
+        load: function that reads some packs (int64, one or more) into memory. It returns these, and their numbers in
+            the index there, int64. None if ``found`` has all packs.
+        broken: function that makes the error about a pack from a kernel's message ``shard S, pack N: what (rule R)``.
     """
 
     num_packs: int
@@ -68,7 +68,7 @@ class OpenPacks(NamedTuple):
 
 
 class LiveShards(Shown, ABC):
-    """A folder of numbered shards, some of which are not there yet."""
+    """A folder of numbered shards, some of which may not exist yet."""
 
     folder: str
 
@@ -77,24 +77,24 @@ class LiveShards(Shown, ABC):
 
     @abstractmethod
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """The limits that all its shards keep to, and the tokenizer's padding id, None where unknown.
+        """Return the limits for all its shards, and the tokenizer's padding id, or None.
 
-        Waits until somebody has written them down.
+        Waits until they have been written.
         """
 
     @abstractmethod
     def end(self) -> int | None:
-        """How many shards there will be in all; None while that is not known."""
+        """Return the total number of shards, or None while it is unknown."""
 
     @abstractmethod
     def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
-        """Wait until shard ``number`` is published: True; or until it is known that it never will be: False.
+        """Wait until shard ``number`` is published (return True) or is known to never come (return False).
 
         Args:
-            number: of the shard.
-            waiter: who waits, and until when.
-            unacknowledged: called when the shard is not there yet. It gives how many items before this shard the
-                consumer has not acknowledged: the producer may be waiting for these in its turn.
+            number: number of the shard.
+            waiter: how to wait, and how long.
+            unacknowledged: called if the shard does not exist yet. It returns how many items before this shard the
+                consumer has not acknowledged, because the producer may be waiting for these.
 
         Raises:
             SFTIndexError: the shard will not come, or not in time; the message says which and why.
@@ -103,37 +103,37 @@ class LiveShards(Shown, ABC):
 
     @abstractmethod
     def numbers(self) -> list[int]:
-        """The shards that are there now, ascending."""
+        """Return the shards that exist now, ascending."""
 
     @abstractmethod
     def count(self, number: int) -> int | None:
-        """How many packs a shard has; None where it is not there yet, or not any more."""
+        """Return the number of packs in a shard; None if it does not exist yet or any more."""
 
     @abstractmethod
     def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
-        """Open a shard that is there, with some of its columns, and ask the kernel for its pages.
+        """Open an existing shard with some of its columns, and ask the kernel to read its pages.
 
-        FormatError: it has images or audio, and ``allow_media`` was not passed.
+        FormatError: it has images or audio, without ``allow_media``.
         """
 
     def least_packs(self) -> int:
-        """How many packs every shard but the last one has at least; 1 where nobody promises more.
+        """Return the minimum number of packs in every shard except the last one; 1 if there is no other minimum.
 
-        Only producers that limit how far they are ahead are asked for this. They publish no empty shards.
+        Only called for producers with a limit on running ahead. They publish no empty shards.
         """
         return 1
 
     def may_not_come(self, uncompleted: Sequence[int]) -> bool:
-        """Whether the producer may hold a shard back until some of ``uncompleted``, which precede it, are completed.
+        """Return whether the producer may delay a shard until some earlier shards in ``uncompleted`` are completed.
 
-        While the end of the data is not known, the answer must not depend on whether that shard is published by now.
-        What a job trains on follows from the answer, and a job that goes on from a checkpoint must train on the same,
-        though the producer has gone on too.
+        While the end of the data is unknown, the result must not depend on whether that shard is already published. The
+        training data follows from the result, and a job that resumes from a checkpoint must train on the same data,
+        although the producer has continued.
         """
         return False
 
     def specs_of(self, names: Sequence[str], waiter: Waiter) -> ShardSpecs | None:
-        """What these columns are in one of the shards; waits until one is there. None where none will come any more.
+        """Return these columns in one of the shards; wait until one exists. None if none will come.
 
         Raises:
             FormatError: shards of this kind have no columns.
@@ -142,7 +142,7 @@ class LiveShards(Shown, ABC):
         raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have none; leave them out")
 
     def name(self, number: int) -> str:
-        """What log messages call a shard."""
+        """Return the name of a shard in log messages."""
         return f"shard {number}"
 
     def committed(self) -> None:
@@ -150,13 +150,15 @@ class LiveShards(Shown, ABC):
 
 
 class OpenShards(Shown):
-    """A ``PackSource`` whose shards are opened and let go; a pack is named by its shard's number and its own in it.
+    """A ``PackSource`` whose shards are opened and closed.
+
+    A pack is identified by its shard's number and its number in it.
 
     Args:
-        shards: where they come from.
-        waiter: says in the log what was opened.
-        columns: names of the columns that go into batches.
-        allow_media: take shards with images and audio; else they are refused when they are opened.
+        shards: source of the shards.
+        waiter: logs what was opened.
+        columns: names of the columns to include in batches.
+        allow_media: accept shards with images and audio; otherwise opening them is an error.
     """
 
     def __init__(
@@ -164,15 +166,15 @@ class OpenShards(Shown):
     ) -> None:
         self._shards, self._waiter, self._allow_media = shards, waiter, allow_media
         limits, self.pad_id = shards.limits(waiter)
-        self.num_packs, self.fingerprint = 0, ""  # of shards that are still being made, nobody knows these
+        self.num_packs, self.fingerprint = 0, ""  # unknown for shards that are still being produced
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
         self.most_sequences = limits.max_sequences_per_pack
-        # The columns of one shard, which those of all others must be like.
+        # The columns of one shard, which those of all others must match.
         self._like = (shards.specs_of(columns, waiter) if columns else None) or ShardSpecs(0, {})
         self.columns = {name: [spec] for name, spec in self._like.specs.items()}
-        self.media_prefix: str | None = None  # shards are looked at when they are opened
+        self.media_prefix: str | None = None  # checked when shards are opened
         self._numbered = any(spec.per == "sequence" for spec in self._like.specs.values())
-        # The open shards by number, ascending; their numbers, int64; and of each the packs that are in memory.
+        # The open shards by number, ascending; their numbers, int64; and the packs of each that are in memory.
         self._open: dict[int, OpenPacks] = {}
         self._numbers = np.zeros(0, np.int64)
         self._in_memory: list[PacksInMemory | None] = []
@@ -181,7 +183,7 @@ class OpenShards(Shown):
         return f"{len(self._open)} open shards of {self._shards!r}"
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """Open these shards, and let all others go."""
+        """Open these shards, and close all others."""
         held = set(numbers)
         if held == self._open.keys():
             return
@@ -195,15 +197,15 @@ class OpenShards(Shown):
         self._in_memory = [opened.found for opened in self._open.values()]
 
     def _require_alike(self, number: int, specs: Mapping[str, ColumnSpec]) -> None:
-        """FormatError where a shard's columns are of another kind."""
+        """Raise FormatError if a shard's columns are of another kind."""
         first, like = self._like
         names = [f"{self._shards.folder}: {self._shards.name(shard)}" for shard in (first, number)]
         require_alike_columns(names, {name: [like[name], spec] for name, spec in specs.items()})
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of some packs lie, as ``PackSource`` has it; ``packs`` is int64 [packs, 2].
+        """Return the segments of several packs, as in ``PackSource``; ``packs`` is int64 [packs, 2].
 
-        The caller must hold their shards (``hold``), and use what it is given before it calls this again.
+        The caller must hold their shards (``hold``), and use the result before the next call.
         """
         numbers, local = np.array(packs.T, order="C")
         slots, opened = np.searchsorted(self._numbers, numbers), list(self._open.values())
@@ -216,14 +218,14 @@ class OpenShards(Shown):
         return located(indexes, slots, local, limits, broken, numbered=self._numbered)
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of a held shard: the ``shard``-th by number, from 0."""
+        """Return tokens, label-aligned loss mask and columns of a held shard: the ``shard``-th by number, from 0."""
         return self._packs_of(shard).arrays
 
     def items(self, shard: int) -> ItemFinder | None:
-        """What finds the images and audio of a held shard; ``shard`` as for ``arrays``."""
+        """Return the lookup of a held shard's images and audio. See ``arrays`` for ``shard``."""
         return self._packs_of(shard).items
 
     def _packs_of(self, shard: int) -> PacksInMemory:
         in_memory = self._in_memory[shard]
-        assert in_memory is not None  # ``segments`` loaded what it names
+        assert in_memory is not None  # ``segments`` loaded the packs that it returned
         return in_memory

@@ -1,11 +1,11 @@
-"""A rank's way through live shards: the order of ``live_order``, followed as shards appear.
+"""The path of a rank through live shards: follows the order of ``live_order`` while shards appear.
 
-``Walk`` makes micro-batches until the last epoch ends. Three things are kept apart here:
+``Walk`` makes micro-batches until the last epoch ends. Three parts are separate:
 
-* ``OwnPacks`` gives the packs of this rank, in order. It waits for the shards of its next group.
-* ``RankCounts`` counts the packs of all ranks. Ranks never talk to each other about data. So each finds out by itself
-  after how many steps an epoch ends for all, from the headers of all shards.
-* ``Walk`` ends the epoch for all ranks at the same step, with padding or by leaving packs out.
+* ``OwnPacks`` returns the packs of this rank, in order. It waits for the shards of its next group.
+* ``RankCounts`` counts the packs of all ranks. Ranks do not communicate about data. Each one determines by itself, from
+  the headers of all shards, after how many steps an epoch ends for all.
+* ``Walk`` ends the epoch for all ranks at the same step, by padding or by omitting packs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.training import Wanted
 
 AtEnd = Literal["pad", "drop"]
-# By rank, how many items it has acknowledged in a deal, and how many packs these had.
+# By rank, the number of acknowledged items in a deal, and the number of their packs.
 Acknowledged: TypeAlias = Callable[[RankState], dict[int, tuple[int, int]]]
-# Waits for a shard; False where there will be fewer shards.
+# Waits for a shard; returns False if there will be fewer shards.
 Wait: TypeAlias = Callable[[int], bool]
 
 _NO_PACKS = np.zeros((0, 2), np.int64)
@@ -36,20 +36,20 @@ _NO_PACKS = np.zeros((0, 2), np.int64)
 class Walk(Shown):
     """Iterates over the micro-batches of one rank from a state on, through all epochs, and waits for shards.
 
-    Each is a ``Wanted`` whose packs are int64 [rows, 2], the number of a shard and of a pack in it, with the state of
-    the rank behind it. Only the headers of shards are read.
+    Each is a ``Wanted`` with packs as int64 [rows, 2] (number of a shard and of a pack in it) and the state of the rank
+    after it. Only the headers of shards are read.
 
     Args:
         shards: the shards.
-        state: where the rank stands.
-        epochs: how many epochs there are in all.
-        at_end: how an epoch ends: ``pad`` fills up with masked rows, ``drop`` leaves out the packs that make no step.
-        acknowledged: what was acknowledged in the deal of a state.
-        waiter: who waits for shards.
+        state: position of the rank.
+        epochs: total number of epochs.
+        at_end: how an epoch ends: ``pad`` adds masked rows, ``drop`` omits packs that do not make a complete step.
+        acknowledged: function that returns what was acknowledged in the deal of a state.
+        waiter: how to wait for shards.
 
     Attributes:
-        state: where the rank stands: behind the last micro-batch. At the end it is behind all items, though the last
-            of them may be shards without packs, which no micro-batch follows.
+        state: position of the rank after the last micro-batch. At the end it is after all items, even if the last ones
+            are shards without packs, which no micro-batch follows.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Walk(Shown):
                 return
             self.state = self.state.at_epoch(next_epoch)
 
-    # ---- the two ways to end an epoch ----
+    # ---- two ways to end an epoch ----
 
     def _pad(self) -> Iterator[Wanted]:
-        """Micro-batches to the end of the epoch, with masked rows until the longest rank has whole steps."""
+        """Yield micro-batches to the end of the epoch, with masked rows until the longest rank has complete steps."""
         own = OwnPacks(self._shards, self._wait)
         size, step = self.state.batch_rows, self.state.step_rows
         packs = self._take(own)
@@ -98,7 +98,7 @@ class Walk(Shown):
             packs = _NO_PACKS
 
     def _drop(self) -> Iterator[Wanted]:
-        """Micro-batches to the last step for which every rank has packs."""
+        """Yield micro-batches up to the last step for which every rank has packs."""
         own = OwnPacks(self._shards, self._wait)
         counts = RankCounts(self._shards, self.state, self._acknowledged, self._wait)
         size, step = self.state.batch_rows, self.state.step_rows
@@ -112,18 +112,18 @@ class Walk(Shown):
         self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
 
     def _take(self, own: OwnPacks) -> NDArray[np.int64]:
-        """The packs of the next micro-batch, int64 [packs, 2]; fewer than its rows where the rank's items end."""
+        """Return the packs of the next micro-batch, int64 [packs, 2]; fewer at the end of the rank's items."""
         packs, self.state = own.take(self.state, self.state.batch_rows)
         return packs
 
     def _micro_batch(self, packs: NDArray[np.int64], num_real: int) -> Wanted:
-        """A micro-batch of these packs. Rows from ``num_real`` on only fill it up."""
+        """Return a micro-batch of these packs. Rows from ``num_real`` on are only padding."""
         self.state = dataclasses.replace(self.state, rows=self.state.rows + len(packs))
         masked = np.arange(len(packs)) >= num_real
         return Wanted(packs, masked if num_real < len(packs) else None, self.state)
 
     def _filler(self, counts: RankCounts) -> NDArray[np.int64]:
-        """A pack for masked rows: one of the rank that ends last, whose shards are removed last. int64 [1, 2]."""
+        """Return a pack for masked rows, int64 [1, 2]: from the rank that ends last, whose shards are removed last."""
         deal, present = self.state.deal, self._shards.numbers()
         longest = int(np.argmax(counts.packs))
         items = [deal.item(number) for number in deal.items_of(longest, self._shards.end() or 0)]
@@ -145,9 +145,9 @@ class Walk(Shown):
         )
 
     def _wait(self, shard: int) -> bool:
-        """Wait for a shard; False where there will be fewer shards."""
+        """Wait for a shard. Return False if there will be fewer shards."""
         deal = self.state.deal
-        # All items before a shard are leftovers or shards that nobody had touched.
+        # All items before a shard are leftovers or untouched shards.
         items_before = deal.item_of_shard(max(shard, deal.frontier))
 
         def unacknowledged() -> int:
@@ -170,7 +170,7 @@ class OwnPacks(Shown):
     def __init__(self, shards: LiveShards, wait: Wait) -> None:
         self._shards, self._wait = shards, wait
         self._end = shards.end()
-        # The open group, and its packs in order: int64 [packs, 2]. The state says how many of them are read.
+        # The open group, and its packs in order: int64 [packs, 2]. The state has the number of packs read.
         self._group: Group | None = None
         self._packs = _NO_PACKS
 
@@ -178,9 +178,9 @@ class OwnPacks(Shown):
         return f"{len(self._packs):,} packs in the open group of {self._shards!r}"
 
     def take(self, state: RankState, count: int) -> tuple[NDArray[np.int64], RankState]:
-        """The next packs behind a state, int64 [packs, 2], and the state behind them.
+        """Return the next packs after a state, int64 [packs, 2], and the state after them.
 
-        There are fewer than ``count`` where the rank's items end. Each call must be given the state of the one before.
+        There are fewer than ``count`` at the end of the rank's items. Each call must get the state of the previous one.
         """
         taken = [_NO_PACKS]
         while count:
@@ -196,7 +196,7 @@ class OwnPacks(Shown):
         return np.concatenate(taken), state
 
     def _behind(self, state: RankState, group: Group, position: int, num_taken: int) -> RankState:
-        """The state behind ``num_taken`` packs that end at ``position`` in the open group, which may end here."""
+        """Return the state after ``num_taken`` packs that end at ``position`` in the open group, which may end here."""
         packs = state.packs + num_taken
         if position < len(self._packs):
             return dataclasses.replace(state, packs=packs, open_shards=group.shards, open_packs=position)
@@ -207,7 +207,7 @@ class OwnPacks(Shown):
     def _open_group(self, state: RankState) -> RankState:
         """Wait for all shards of the next group that has packs, and put its packs in order.
 
-        Returns the state in front of that group, behind groups without packs. Where no group is left, none is open.
+        Returns the state before that group, after groups without packs. If no group is left, none is open.
         """
         while True:
             group = state.deal.group(state.rank, state.items, self._end)
@@ -216,9 +216,9 @@ class OwnPacks(Shown):
                     raise self._not_the_catalog_of(state, "the end")
                 return state
             if not all(map(self._wait, group.shards)):
-                self._end = self._shards.end()  # the last group may have fewer shards than a whole one
+                self._end = self._shards.end()  # the last group may be smaller
                 continue
-            # Where the packs of each shard begin, among those of the group.
+            # The start of each shard's packs among those of the group.
             begins = np.cumsum([0, *map(self._num_packs, group.shards)])
             num_packs = int(begins[-1])
             if group.packs_read and group.packs_read >= num_packs:
@@ -254,24 +254,24 @@ class OwnPacks(Shown):
 
 
 class RankCounts(Shown):
-    """How many packs each rank has in an epoch, counted item by item in the order in which shards appear.
+    """Counts the packs of each rank in an epoch, item by item in the order in which shards appear.
 
-    The header of a shard says how many packs it has. A shard that was removed was completed, so the acknowledgement of
-    its rank includes its packs.
+    The header of a shard has the number of its packs. A removed shard was completed, so the acknowledgement of its rank
+    includes its packs.
 
     Args:
         shards: the shards.
-        state: of this rank, whose own items up to there are counted.
-        acknowledged: what was acknowledged in the deal of a state.
-        wait: called where a shard is not there.
+        state: state of this rank, whose own items up to there are counted.
+        acknowledged: function that returns what was acknowledged in the deal of a state.
+        wait: called if a shard does not exist.
 
     Attributes:
-        packs: by rank, the packs that are counted so far.
+        packs: number of packs counted so far, by rank.
     """
 
     def __init__(self, shards: LiveShards, state: RankState, acknowledged: Acknowledged, wait: Wait) -> None:
         self._shards, self._state, self._acknowledged, self._wait = shards, state, acknowledged, wait
-        # By rank, how many of its items are counted.
+        # By rank, the number of its counted items.
         self._items = [0] * state.deal.size
         self.packs = [0] * state.deal.size
         self._items[state.rank], self.packs[state.rank] = state.items, state.packs_of_items
@@ -281,7 +281,7 @@ class RankCounts(Shown):
         return f"{self._shards!r}, packs by rank {self.packs}"
 
     def count_up_to(self, packs: int) -> bool:
-        """Count until every rank is known to have so many packs; False where some rank has fewer in all."""
+        """Count until every rank is known to have this many packs. Return False if some rank has fewer in total."""
         while min(self.packs) < packs:
             if not self._count_next():
                 return False
@@ -293,13 +293,13 @@ class RankCounts(Shown):
             pass
 
     def _count_next(self) -> bool:
-        """Count the packs of the next item, whichever rank's it is; False where no further item can come."""
+        """Count the packs of the next item, of any rank. Return False if no further item can come."""
         index, rank = divmod(self._next_item, self._state.deal.size)
         item = self._state.deal.item(self._next_item)
         missing: list[int] = []
         if index >= self._items[rank]:
             missing = [shard for shard in item.shards if self._shards.count(shard) is None]
-        if missing:  # removed, or still to come
+        if missing:  # removed, or not there yet
             self._count_acknowledged()
         if index >= self._items[rank]:
             if not all(map(self._wait, missing)):
@@ -320,7 +320,7 @@ class RankCounts(Shown):
         return count
 
     def _count_acknowledged(self) -> None:
-        """Take the counts of ranks that have acknowledged more items than are counted."""
+        """Use the counts of ranks that have acknowledged more items than are counted."""
         for rank, (items, packs) in self._acknowledged(self._state).items():
             if items > self._items[rank]:
                 self._items[rank], self.packs[rank] = items, packs

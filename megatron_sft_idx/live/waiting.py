@@ -1,13 +1,13 @@
-"""How live data are waited for, and how files are read that another process writes at the same time.
+"""Wait for live data, and read files that another process is writing at the same time.
 
-On a network file system a single look may find half a document, an outdated entry or a server error. Everything that
-one side reads while the other side writes is read through ``patiently``.
+On a network file system, a single read may find an incomplete document, an outdated entry or a server error. Everything
+that one side reads while the other side writes is read through ``patiently``.
 
-Whether the other side is still at work can only be told by how long nothing has changed: ``Unchanged`` says that of
-anything, and ``Settling`` decides by it whether a file is whole.
+Whether the other side is still working can only be inferred from how long nothing has changed. ``Unchanged`` measures
+that, and ``Settling`` uses it to decide whether a file is complete.
 
-A wait is logged with who waits, for how long and for what. Times are those of a process's own monotonic clock. Clocks
-of other machines and times of files are never compared with it.
+The log of a wait has who waits, for how long and for what. Times are from a process's own monotonic clock. They are
+never compared with clocks of other machines or times of files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class Stopped(Exception):  # noqa: N818
-    """A wait was given up because the consumer closes; nobody but the consumer's own thread sees it."""
+    """A wait was ended because the consumer closes. Only the consumer's own thread sees this."""
 
 
 def looks(
@@ -42,14 +42,14 @@ def looks(
     quiet: float = 0.0,
     longest: float = 1.0,
 ) -> Iterator[float]:
-    """A wait: yields whenever it is time to look again, each time the seconds waited so far.
+    """Wait: yield each time the condition should be checked again, with the seconds waited so far.
 
     Args:
-        say: called with the seconds waited, once they are ``quiet`` and then once a minute.
-        pause: sleeps so many seconds. Once it returns something true, ``Stopped`` is raised.
-        clock: seconds since some moment.
-        quiet: how long a wait may last before it is worth a line in the log.
-        longest: the longest pause, in seconds; pauses grow up to it.
+        say: called with the seconds waited, once they reach ``quiet`` and then once a minute.
+        pause: sleeps for this many seconds. When it returns a true value, ``Stopped`` is raised.
+        clock: seconds since any fixed time.
+        quiet: how long a wait may last before it is logged.
+        longest: the longest pause in seconds; pauses grow up to it.
     """
     begin, seconds, next_line = clock(), 0.05, quiet
     while True:
@@ -66,13 +66,13 @@ def looks(
 @shown_by_fields
 @dataclass(frozen=True)
 class Waiter:
-    """Somebody who waits, and how.
+    """How to wait: the name in log messages, and functions for pausing, logging and the time.
 
     Attributes:
         who: the name in log messages, such as ``rank 3``.
-        pause: sleeps so many seconds; it returns something true once the waiter is to stop, as ``Event.wait`` does.
+        pause: sleeps for this many seconds. Like ``Event.wait``, it returns a true value when the waiter must stop.
         say: takes log messages.
-        clock: seconds since some moment.
+        clock: seconds since any fixed time.
     """
 
     who: str
@@ -81,14 +81,14 @@ class Waiter:
     clock: Callable[[], float] = time.monotonic
 
     def looks(self, why: Callable[[], str]) -> Iterator[float]:
-        """As the function ``looks``; the log says at once, and then once a minute, what is waited for: ``why()``."""
+        """Wait like the function ``looks``. The log has the reason ``why()`` at once, and then once a minute."""
         return looks(
             lambda waited: self.say(f"{self.who} waits {waited:.0f} s for {why()}"), pause=self.pause, clock=self.clock
         )
 
 
 class Stopwatch(Shown):
-    """A clock that goes on only inside ``with``; several threads may read it.
+    """A clock that runs only inside ``with``. Several threads can read it.
 
     >>> seconds = iter([10.0, 13.0, 14.0])
     >>> watch = Stopwatch(clock=lambda: next(seconds))
@@ -99,19 +99,19 @@ class Stopwatch(Shown):
     4.0
 
     Args:
-        clock: seconds since some moment.
+        clock: seconds since any fixed time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # The seconds that are over, and since when it is going on, None where it stands: one value, for other threads.
+        # The finished seconds, and the start time while it is running or None: one value, for other threads.
         self._state: tuple[float, float | None] = (0.0, None)
 
     def _shown(self) -> str:
         return f"{self():.1f} s"
 
     def __call__(self) -> float:
-        """The seconds that were counted so far."""
+        """Return the seconds counted so far."""
         seconds, since = self._state
         return seconds if since is None else seconds + self._clock() - since
 
@@ -122,11 +122,11 @@ class Stopwatch(Shown):
         self._state = self(), None
 
 
-# ---- how long something has been the same ----
+# ---- how long something has been unchanged ----
 
 
 class Unchanged(Shown):
-    """How long something has been the same, as somebody sees it who looks now and then.
+    """How long something has been unchanged, from the view of a process that checks from time to time.
 
     >>> times = iter([0.0, 1.0, 4.0, 6.0, 9.0])
     >>> beat = Unchanged(clock=lambda: next(times))
@@ -134,11 +134,11 @@ class Unchanged(Shown):
     [0.0, 3.0, 0.0, 3.0]
 
     Args:
-        clock: seconds since some moment.
-        longest_gap: the time between two looks that are further apart is not counted, because nobody looked.
+        clock: seconds since any fixed time.
+        longest_gap: a longer time between two checks is not counted, because nothing was checked.
 
     Attributes:
-        sight: what it was at the last look; None before the first one.
+        sight: the value at the last check; None before the first one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, longest_gap: float = math.inf) -> None:
@@ -150,7 +150,7 @@ class Unchanged(Shown):
         return f"seen {self.sight!r}"
 
     def seconds(self, sight: Any) -> float:
-        """For how long it has been ``sight``, in seconds: 0 where it was something else at the last look."""
+        """Return for how many seconds it has been ``sight``: 0 if it was different at the last check."""
         now = self._clock()
         if now - self._looked > self._longest_gap:
             self._since += now - self._looked
@@ -161,10 +161,10 @@ class Unchanged(Shown):
 
 
 class Settling(Shown):
-    """The newest file of a writer who does not say when it is whole: it is taken as whole once it no longer changes.
+    """Decides when the newest file of a writer without an end marker is complete: when it no longer changes.
 
-    The writer may only have paused. So the caller must compare the size of a file that was taken for this reason alone,
-    until the writer shows that it is done with it, by the next file or by an end.
+    The writer may only have paused. So the caller must check the size of a file that was taken for this reason only,
+    until the next file or an end shows that the writer is done with it.
 
     >>> now = 0.0
     >>> newest = Settling(5.0, clock=lambda: now)
@@ -176,11 +176,11 @@ class Settling(Shown):
     (True, False)
 
     Args:
-        settle: for how many seconds a file must have kept its size and its time.
-        clock: seconds since some moment.
+        settle: number of seconds for which a file must have kept its size and its time.
+        clock: seconds since any fixed time.
 
     Attributes:
-        nbytes: the size of the file at the last look; 0 where it was not there.
+        nbytes: the size of the file at the last check; 0 if it did not exist.
     """
 
     def __init__(self, settle: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -191,43 +191,43 @@ class Settling(Shown):
         return f"{self.nbytes:,} bytes, whole after {self._settle} s without a change"
 
     def is_whole(self, name: str, status: os.stat_result | None) -> bool:
-        """Take note of a file's status, None where it is not there any more; returns whether it is whole by now."""
+        """Record a file's status, None if it no longer exists. Return whether it is complete now."""
         self.nbytes = 0 if status is None else status.st_size
         sight = (name, None if status is None else (status.st_size, status.st_mtime_ns))
         return self._unchanged.seconds(sight) >= self._settle
 
     def seconds(self) -> float:
-        """For how long it has been the file of the last look, with its size and time then."""
+        """Return for how many seconds the file has had the size and time of the last check."""
         return self._unchanged.seconds(self._unchanged.sight)
 
 
-# ---- looking at what others write ----
+# ---- reading files written by others ----
 
-# Errors that a network file system may return for a while, for example while its server is replaced.
+# Errors that a network file system may return temporarily, for example while its server is replaced.
 PASSING_ERRORS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
 )
-# A failure that lasts for so long, and for so many looks, is an error.
+# A failure that lasts for this long, and for this many attempts, is an error.
 _PATIENCE_SECONDS, _LEAST_LOOKS = 30.0, 3
 
 
 class UnsettledError(FormatError):
-    """What was found may be half written. The next look may find it whole."""
+    """The content may be incomplete. The next attempt may find it complete."""
 
 
 def patiently(path: str, look: Callable[[], _T]) -> _T:
-    """Return ``look()``, and call it again where it fails in a way that may pass.
+    """Return ``look()``, and retry if it fails in a way that may be temporary.
 
-    A file counts as missing only if a second look confirms it. ``UnsettledError`` and ``PASSING_ERRORS`` are errors
-    only after 30 seconds and at least three looks.
+    A file counts as missing only if a second attempt confirms it. ``UnsettledError`` and ``PASSING_ERRORS`` are errors
+    only after 30 seconds and at least three attempts.
 
     Args:
-        path: what is looked at, for messages.
+        path: the path, for messages.
         look: called once or more.
 
     Raises:
-        SFTIndexError: one of ``PASSING_ERRORS`` lasted; the message has the path and the errno.
-        UnsettledError: it lasted.
+        SFTIndexError: one of ``PASSING_ERRORS`` persisted; the message has the path and the errno.
+        UnsettledError: it persisted.
         OSError: any other error, such as FileNotFoundError.
     """
     last: UnsettledError | OSError | None = None
@@ -261,7 +261,7 @@ def patiently(path: str, look: Callable[[], _T]) -> _T:
 
 
 def status_of(path: str) -> os.stat_result | None:
-    """The status of a file, which is looked at ``patiently``; None where it is not there."""
+    """Return the status of a file, read through ``patiently``; None if it does not exist."""
     try:
         return patiently(path, lambda: os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -269,7 +269,7 @@ def status_of(path: str) -> os.stat_result | None:
 
 
 def listed(folder: str) -> list[str]:
-    """The names in a folder, sorted; none where there is no such folder. Looks ``patiently``."""
+    """Return the sorted names in a folder, read through ``patiently``; empty if the folder does not exist."""
     try:
         return sorted(patiently(folder, lambda: os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):

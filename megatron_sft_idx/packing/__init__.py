@@ -1,7 +1,7 @@
-"""Lengths to packs: which sequences share a training row, planned by the kernels of ``csrc/packing``.
+"""Plan from their lengths which sequences share a pack, with the kernels of ``csrc/packing``.
 
-A position of a row that holds no token is computed in vain, so plans have as few packs as can be found. Neither tokens
-nor files are known here, and nothing random is drawn but by the caller's seed.
+Positions of a row without a token waste compute, so plans have as few packs as possible. Nothing here knows tokens or
+files, and only the caller's seed makes anything random.
 """
 
 from megatron_sft_idx.packing.pack import METHODS, Effort, Method, PackPlan, WindowPacker, csr_rows, pack_sequences

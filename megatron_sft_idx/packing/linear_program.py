@@ -1,14 +1,14 @@
 """The planner of ``effort="high"``: a linear program over patterns, on a coarse grid of sizes.
 
-Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961). A pattern says how many
-sequences of each size share a pack; a variable of the program is how many packs use a pattern. Patterns enter one by
-one, each the best answer of a knapsack to the prices of the sizes (column generation). Sizes are rounded up to a grid
-of ``GRID`` steps, so that every pattern also fits the true sizes. The solution is rounded down to whole packs, and an
-ordinary planner packs the remaining sequences.
+Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961). A pattern is the number of
+sequences of each size in a pack. A variable of the program is the number of packs with a pattern. Patterns are added
+one by one; each is the best solution of a knapsack problem for the current prices of the sizes (column generation).
+Sizes are rounded up to a grid of ``GRID`` steps, so that every pattern also fits the true sizes. The solution is
+rounded down to whole packs, and an ordinary planner packs the remaining sequences.
 
-It helps where packs hold two to four sequences, for which greedy planners stay percents away from the bound. Where
-packs hold many, the grid costs more than the program gains: the caller must take the better of both plans, and none is
-made where the grid alone tells that another plan is as good.
+It helps if packs hold two to four sequences: greedy planners are then several percent above the bound. If packs hold
+many sequences, the grid costs more than the program gains, so the caller must take the better of both plans. No plan is
+made if the grid alone shows that the other plan is as good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 
 GRID: Final = 256
-# Numbers added up and compared for a solution, which is valid after each pivot: some seconds. Most take a tenth of it.
+# Limit on the amount of computation for a solution, which is valid after each pivot: a few seconds. Most problems take
+# a tenth of it.
 _MAX_WORK: Final = 1_000_000_000
 _TOLERANCE: Final = 1e-7
 
@@ -31,22 +32,22 @@ Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
 def plan_by_linear_program(
     sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, max_sequences: int, seed: int, fewest: int
 ) -> Patterns | None:
-    """Patterns that pack all sequences, or None where they would be no fewer packs than ``fewest``.
+    """Return patterns that pack all sequences, or None if they would not be fewer packs than ``fewest``.
 
     Args:
         sizes: ascending sizes of the classes, each at most the capacity.
-        counts: sequences of each class.
+        counts: number of sequences of each class.
         capacity: capacity of a pack, in the unit of the sizes.
-        max_sequences: how many sequences a pack may hold.
+        max_sequences: maximum number of sequences in a pack.
         seed: seed of the planner that packs the remaining sequences.
-        fewest: how many packs another plan has.
+        fewest: number of packs of the other plan.
 
     Returns:
-        Offsets int64 [patterns + 1], entries int32 [n, 2], and how many packs have each pattern, int64 [patterns].
+        Offsets int64 [patterns + 1], entries int32 [n, 2], and the number of packs of each pattern, int64 [patterns].
         Pattern ``p`` is ``entries[offsets[p] : offsets[p + 1]]``; entry (4, 2) is two sequences of class 4.
     """
     grid = min(GRID, capacity)
-    steps = -(-sizes * grid // capacity)  # rounded up, so that what fits the grid fits the capacity
+    steps = -(-sizes * grid // capacity)  # rounded up, so that whatever fits the grid fits the capacity
     present, group = np.unique(steps, return_inverse=True)
     demand = np.bincount(group, counts).astype(np.int64)
     if _native.packing_lower_bound(present, demand, grid, max_sequences) >= fewest:
@@ -72,7 +73,7 @@ def plan_by_linear_program(
 def _solve(
     present: NDArray[np.int64], demand: NDArray[np.int64], grid: int, max_sequences: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Patterns, each counts of the grid sizes, and how many packs use each; by a revised simplex method."""
+    """Return patterns (counts of the grid sizes) and the number of packs of each, by a revised simplex method."""
     columns, inverse, amounts = _first_patterns(present, demand, grid, max_sequences)
     work = 0
     while work < _MAX_WORK:
@@ -97,11 +98,11 @@ def _solve(
 def _first_patterns(
     present: NDArray[np.int64], demand: NDArray[np.int64], grid: int, max_sequences: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """As many patterns as sizes to begin from, the inverse of their matrix, and how many packs use each.
+    """Return as many starting patterns as sizes, the inverse of their matrix, and the number of packs of each.
 
-    Each is filled with the largest sizes that are left, and used until one of them is used up: this is the size that it
-    stands for. No later pattern has it, so the matrix is triangular. From packs that are this full, a tenth of the
-    pivots lead to the solution that it takes from patterns of one size.
+    Each pattern is filled with the largest remaining sizes, and used until one of them runs out. The pattern represents
+    this size. No later pattern contains it, so the matrix is triangular. Starting from such full packs takes a tenth of
+    the pivots of starting from patterns of one size.
     """
     count, sizes = len(present), present.tolist()
     columns, inverse, amounts = np.zeros((count, count), np.int64), np.zeros((count, count)), np.zeros(count)
@@ -125,10 +126,12 @@ def _first_patterns(
 def _best_pattern(
     present: NDArray[np.int64], prices: NDArray[np.float64], grid: int, max_sequences: int
 ) -> tuple[NDArray[np.int64], int]:
-    """The pattern of highest price, by dynamic programming: a round adds one sequence, until none fits or pays.
+    """Return the pattern of highest price, by dynamic programming.
+
+    Each round adds one sequence, until none fits or pays.
 
     Returns:
-        The pattern, and how many rounds it took.
+        The pattern, and the number of rounds.
     """
     value = np.append(np.zeros(grid + 1), -np.inf)
     choices = []
@@ -155,20 +158,21 @@ def _best_pattern(
 class _PackedClasses:
     """Turns patterns of grid sizes into packs of true size classes, in the form of ``plan_by_linear_program``.
 
-    Class ``c`` was rounded up to grid size number ``group[c]``. Of its classes the largest is packed first, since small
-    sequences are easier to pack in the end. ``use`` takes packed sequences off ``remaining``, the counts by class.
+    Class ``c`` was rounded up to grid size number ``group[c]``. The largest class of a grid size is packed first,
+    because small sequences are easier to pack at the end. ``use`` subtracts packed sequences from ``remaining``, the
+    counts by class.
     """
 
     def __init__(self, remaining: NDArray[np.int64], group: NDArray[np.int64]) -> None:
         self._remaining = remaining
-        # For each grid size its smallest class, and its largest class that still has sequences.
+        # For each grid size its smallest class, and its largest class with remaining sequences.
         self._first = np.searchsorted(group, np.arange(int(group.max()) + 1))
         self._at = np.append(self._first[1:], len(group)) - 1
         self.offsets, self.packs = [0], list[int]()
         self.entries: list[tuple[int, int]] = []
 
     def use(self, column: NDArray[np.int64], packs: int) -> None:
-        """Pack up to ``packs`` packs by a pattern, fewer where sequences run out."""
+        """Make up to ``packs`` packs with a pattern, or fewer if sequences run out."""
         while packs > 0 and (entries := self._one_pack(column)):
             # As many equal packs as the scarcest class allows.
             step = min(packs, *(int(self._remaining[c]) // times for c, times in entries))
@@ -180,7 +184,7 @@ class _PackedClasses:
             packs -= step
 
     def _one_pack(self, column: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Entries of one pack by the pattern; [] if the classes of a grid size have too few sequences, all together."""
+        """Return entries of one pack for a pattern, or [] if the classes of a grid size have too few sequences."""
         entries = []
         for g in np.flatnonzero(column):
             while self._at[g] >= self._first[g] and self._remaining[self._at[g]] == 0:

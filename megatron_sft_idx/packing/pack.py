@@ -1,11 +1,11 @@
-"""Plans which sequences share a pack, from their lengths alone: ``pack_sequences``, and ``WindowPacker`` for streams.
+"""Plan from lengths which sequences share a pack: ``pack_sequences``, and ``WindowPacker`` for streams.
 
 ::
 
     lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
 
-Planners see distinct sizes with counts and return patterns, so their cost does not grow with the number of sequences.
-The methods ``first-fit-shuffle`` and ``sequential`` depend on an order, and go sequence by sequence.
+Planners work on distinct sizes with counts and return patterns, so their cost does not grow with the number of
+sequences. The methods ``first-fit-shuffle`` and ``sequential`` depend on an order, and process one sequence at a time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ Method: TypeAlias = Literal["auto", "best-fit", "exact-fill", "first-fit-shuffle
 Effort: TypeAlias = Literal["normal", "high"]
 METHODS: Final = get_args(Method)
 
-# Native planners, each with the method that it belongs to. Of two plans with equally many packs, that of the planner
-# listed first is taken: exact fill by average mixes lengths best.
+# Native planners, each with its method. If two plans have equally many packs, the planner listed first wins: exact fill
+# by average mixes lengths best.
 _PLANNERS: Final = {
     "exact-fill-average": "exact-fill",
     "exact-fill-fewest": "exact-fill",
     "best-fit": "best-fit",
     "first-fit-decreasing": "first-fit-decreasing",
 }
-# The most sequences for which ``auto`` tries first-fit-shuffle: with more it costs more than all others, and never won.
+# Maximum number of sequences for which ``auto`` tries first-fit-shuffle. With more, it costs more than all other
+# methods and never won.
 _MAX_SHUFFLED: Final = 100_000
 # effort="high" solves a linear program if the best plan has more than bound * (1 + _GAP) + 1 packs.
 _GAP: Final = 1e-4
@@ -50,11 +51,12 @@ class PackPlan:
     Attributes:
         offsets: int64 [packs + 1], from 0 to the number of sequences.
         sequences: int64, indices into the lengths; each occurs once.
-        capacity: token positions a pack may hold.
-        fill: tokens, not rounded up to the sequence multiple, over ``packs * capacity``; 0 where there are no packs.
-        lower_bound: no plan can have fewer packs, so a plan with just as many is optimal.
-        longest: tokens of the fullest pack, not rounded up.
-        most_sequences: sequences of the pack that has most of them.
+        capacity: maximum number of token positions in a pack.
+        fill: number of tokens, not rounded up to the sequence multiple, over ``packs * capacity``; 0 if there are no
+            packs.
+        lower_bound: no plan can have fewer packs, so a plan with this many is optimal.
+        longest: number of tokens in the fullest pack, not rounded up.
+        most_sequences: largest number of sequences in one pack.
         method: the method that made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
     """
 
@@ -69,7 +71,7 @@ class PackPlan:
 
     @property
     def num_packs(self) -> int:
-        """Length of ``offsets`` less one."""
+        """Length of ``offsets`` minus one."""
         return len(self.offsets) - 1
 
 
@@ -84,31 +86,31 @@ def pack_sequences(
     seed: int = 0,
     groups: ArrayLike | None = None,
 ) -> PackPlan:
-    """Assign every sequence to a pack, with as few packs as can be found.
+    """Assign every sequence to a pack, with as few packs as possible.
 
-    The same arguments give the same plan on any machine, except with ``effort="high"``. Which of the sequences of equal
-    length goes where is shuffled by the seed, and so is the order of the packs.
+    The same arguments give the same plan on any machine, except with ``effort="high"``. The seed shuffles sequences of
+    equal length among their places, and the order of the packs.
 
     Args:
-        lengths: tokens of each sequence: any integer array, or a list of integers.
-        capacity: token positions a pack may hold, at most 2**31 - 1.
+        lengths: number of tokens of each sequence: any integer array, or a list of integers.
+        capacity: maximum number of token positions in a pack, at most 2**31 - 1.
         method: ``auto`` tries all others and takes the plan with the fewest packs. ``exact-fill`` starts a pack with
             its largest sequence and fills it to the last position. ``best-fit`` and ``first-fit-decreasing`` are the
-            classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by the seed, and ``sequential`` keeps
-            the order of the sequences and of the packs, whatever the seed.
-        effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps most where
-            packs hold two to four sequences, and takes some seconds more.
-        max_sequences_per_pack: no pack holds more; None sets no limit.
+            classic methods. ``first-fit-shuffle`` is first fit in an order shuffled by the seed. ``sequential`` keeps
+            the order of the sequences and of the packs, independent of the seed.
+        effort: ``high`` also solves a linear program if ``auto`` does not reach the bound. It helps most if packs hold
+            two to four sequences, and takes a few seconds more.
+        max_sequences_per_pack: maximum number of sequences in a pack; None for no limit.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
-        groups: one integer for each sequence, such as the number of its preference pair. Neighbours of equal number
-            are a group, which every method puts into one pack, end to end in its order: it is planned like a single
-            sequence that takes as much room as the group. None for no groups.
+        groups: one integer per sequence, such as the number of its preference pair. Adjacent sequences with equal
+            numbers are a group. Every method puts a group into one pack, contiguous and in order, and plans it like a
+            single sequence of the group's size. None for no groups.
 
     Raises:
-        SequenceError: (a ValueError) a length that is zero, or a sequence or group that does not fit a pack.
-        ValueError: an option that is not one of its choices or out of range.
-        TypeError: lengths or options that are not integers.
+        SequenceError: (a ValueError) a length is zero, or a sequence or group does not fit in a pack.
+        ValueError: an option is out of range or not one of its choices.
+        TypeError: lengths or options are not integers.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, choose one of {', '.join(METHODS)}")
@@ -118,7 +120,7 @@ def pack_sequences(
         raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
     capacity = _as_integer("capacity", capacity, 1, _LARGEST_CAPACITY)
     multiple = _as_integer("sequence_multiple", sequence_multiple, 1, capacity)
-    limit = _LARGEST_CAPACITY  # of sequences a pack
+    limit = _LARGEST_CAPACITY  # maximum number of sequences per pack
     if max_sequences_per_pack is not None:
         limit = min(limit, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
     seed = _as_integer("seed", seed, 0, 2**64 - 1)
@@ -145,7 +147,7 @@ def pack_sequences(
 
 
 class _Problem:
-    """One call's lengths, counted by size in units of the sequence multiple, and the lower bound of packs."""
+    """The lengths of one call, counted by size in units of the sequence multiple, and the lower bound on packs."""
 
     def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, limit: int, seed: int) -> None:
         self.lengths, self.capacity, self.multiple, self.limit, self.seed = lengths, capacity, multiple, limit, seed
@@ -161,7 +163,7 @@ class _Problem:
             return self.in_order(method)
         tried: list[tuple[str, Patterns]] = []
         for planner, name in _PLANNERS.items():
-            # No other planner is tried once a plan has as few packs as the bound.
+            # No other planner is tried once a plan reaches the bound.
             if method in ("auto", name) and not any(_packs(patterns) == self.bound for _, patterns in tried):
                 patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.limit, planner, self.seed)
                 tried.append((name, patterns))
@@ -172,7 +174,7 @@ class _Problem:
         best = min(tried, key=lambda each: _packs(each[1]))
         if method != "auto" or _packs(best[1]) == self.bound:
             return self.hand_out(*best)
-        # The methods that depend on an order may find fewer packs, if the lengths come in a perfect one.
+        # The methods that depend on an order can find fewer packs if the lengths already are in a perfect order.
         methods = ["sequential", "first-fit-shuffle"] if len(self.lengths) <= _MAX_SHUFFLED else ["sequential"]
         plan = min((self.in_order(each) for each in methods), key=lambda plan: plan.num_packs)
         if plan.num_packs >= _packs(best[1]):
@@ -208,7 +210,7 @@ def _plan_of(
     method: str,
     longest: int | None = None,
 ) -> PackPlan:
-    """The plan of these packs; ``longest`` is computed unless it is known."""
+    """Return the plan for these packs; ``longest`` is computed unless given."""
     if longest is None:
         longest = int(np.add.reduceat(lengths[sequences], offsets[:-1]).max())
     fill, most = int(lengths.sum()) / ((len(offsets) - 1) * capacity), int(np.diff(offsets).max())
@@ -220,13 +222,13 @@ def _packs(patterns: Patterns) -> int:
 
 
 def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
-    """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
+    """Return the same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
     offsets, places = csr_rows(plan.offsets[:-1][order], np.diff(plan.offsets)[order])
     return replace(plan, offsets=offsets, sequences=plan.sequences[places])
 
 
 def csr_rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """CSR offsets and entries of rows of consecutive numbers: begins [5, 9], counts [2, 1] give rows 5, 6 and 9."""
+    """Return CSR offsets and entries of rows of consecutive numbers: begins [5, 9], counts [2, 1] give 5, 6 and 9."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
 
@@ -235,7 +237,7 @@ def csr_rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDAr
 
 
 def _group_starts(groups: ArrayLike, count: int) -> NDArray[np.int64]:
-    """Where each group begins among the sequences: int64 [groups]."""
+    """Return the index of the first sequence of each group: int64 [groups]."""
     if isinstance(groups, np.ma.MaskedArray):
         raise ValueError("groups is a masked array; pass its values, with filled() or compressed()")
     ids = np.asarray(groups)
@@ -255,7 +257,7 @@ def _group_starts(groups: ArrayLike, count: int) -> NDArray[np.int64]:
 def _group_units(
     lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int, multiple: int
 ) -> NDArray[np.int64]:
-    """What each group takes in units of the multiple, every sequence rounded up for itself: int64 [groups]."""
+    """Return the size of each group in units of the multiple, with every sequence rounded up: int64 [groups]."""
     if lengths.min() < 1 or lengths.max() > capacity // multiple * multiple:
         raise _misfit(lengths, capacity, multiple)
     units = np.add.reduceat(-(-lengths // multiple), starts)
@@ -271,17 +273,17 @@ def _group_units(
 
 
 def _ungroup(plan: PackPlan, lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> PackPlan:
-    """A plan whose packs hold groups, as the plan whose packs hold the sequences of these groups."""
+    """Convert a plan of groups to a plan of the sequences in these groups."""
     counts = np.diff(starts, append=len(lengths))
     group_offsets, sequences = csr_rows(starts[plan.sequences], counts[plan.sequences])
     return _plan_of(group_offsets[plan.offsets], sequences, lengths, capacity, plan.lower_bound, plan.method)
 
 
-# ---- options and lengths, checked ----
+# ---- checks of options and lengths ----
 
 
 def _as_integer(name: str, value: Any, low: int, high: int) -> int:
-    """The value of an option, checked: numpy integers pass, floats and booleans do not."""
+    """Return a checked option value: numpy integers are allowed, floats and booleans are not."""
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}, an integer is needed")
     try:
@@ -294,7 +296,7 @@ def _as_integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """Any integer array or list as one contiguous int64 array."""
+    """Return any integer array or list as one contiguous int64 array."""
     if isinstance(lengths, np.ma.MaskedArray):
         raise ValueError("lengths is a masked array; pass its values, with filled() or compressed()")
     array = np.asarray(lengths)
@@ -305,12 +307,12 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"lengths are {array.dtype}, integers are needed")
     if array.dtype == np.uint64:
-        array = np.minimum(array, np.uint64(2**63 - 1))  # too long for any pack either way
+        array = np.minimum(array, np.uint64(2**63 - 1))  # too long for any pack in any case
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
-    """The error for lengths that do not fit a pack: names the first, numbered from ``start``, and says how many."""
+    """Return the error for lengths that do not fit in a pack: the first (numbered from ``start``), and how many."""
     usable = capacity // multiple * multiple
     short = np.flatnonzero(lengths < 1)
     if len(short) > 0:
@@ -332,20 +334,21 @@ def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int
 
 
 _FULL: Final = 0.98
-_MAX_WINDOWS: Final = 3  # with which a sequence is packed before its pack is returned, full or not
+_MAX_WINDOWS: Final = 3  # windows in which a sequence is packed before its pack is returned, full or not
 
 
 class WindowPacker:
     """Packs lengths that arrive in order, ``window`` of them at a time.
 
-    After each window the packs that are full enough are returned. Sequences of the others wait to be packed again with
-    the next window. Each is packed three times at most, so that memory is bounded. Against packing all at once this
-    costs a few hundredths of a percent of fill. How the lengths are cut into calls of ``add`` changes no pack.
+    After each window, the packs that are full enough are returned. Sequences of the other packs are packed again with
+    the next window. Each sequence is packed at most three times, so memory is bounded. Compared with packing all
+    sequences at once, this costs a few hundredths of a percent of fill. The division of the lengths into calls of
+    ``add`` does not change the packs.
 
     Args:
-        capacity: as for ``pack_sequences``, and so are the options not named here.
-        window: sequences packed at a time; more of them fill packs better and wait longer.
-        full: the share of the capacity from which on a pack is returned at once.
+        capacity: see ``pack_sequences``, also for the options not listed here.
+        window: number of sequences to pack at a time. A larger window fills packs better and waits longer.
+        full: minimum share of the capacity at which a pack is returned at once.
     """
 
     def __init__(
@@ -373,18 +376,19 @@ class WindowPacker:
             max_sequences_per_pack=max_sequences_per_pack,
             sequence_multiple=sequence_multiple,
         )
-        self._pack([])  # refuses bad options now, not at the first full window
+        self._pack([])  # reports bad options now, not at the first full window
         self._windows = 0  # packed so far
         self._added = 0  # sequences so far
-        # The sequences that wait: positions in the stream and lengths; and how many came after the last window.
+        # The waiting sequences: positions in the stream, and lengths; and the number that arrived after the last
+        # window.
         self._positions, self._lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._fresh = 0
 
     def add(self, lengths: ArrayLike) -> list[NDArray[np.int64]]:
-        """Add the next lengths, and return the packs that are ready, each int64 positions of sequences in the stream.
+        """Add the next lengths. Return the packs that are ready, each as int64 positions of sequences in the stream.
 
         Raises:
-            SequenceError: a length does not fit a pack; then none of these lengths is added.
+            SequenceError: a length does not fit in a pack; none of these lengths is added.
         """
         array = _as_lengths(lengths)
         usable = self._capacity // self._multiple * self._multiple
@@ -416,13 +420,13 @@ class WindowPacker:
         ready = np.ones(plan.num_packs, bool) if last else self._ready(plan)
         positions = self._positions[plan.sequences]
         packs = [positions[plan.offsets[p] : plan.offsets[p + 1]] for p in np.flatnonzero(ready)]
-        # Sequences that wait stay in the order of the stream, which ``sequential`` needs.
+        # Waiting sequences stay in the order of the stream, which ``sequential`` needs.
         waiting = np.sort(plan.sequences[np.repeat(~ready, np.diff(plan.offsets))])
         self._positions, self._lengths = self._positions[waiting], self._lengths[waiting]
         return packs
 
     def _ready(self, plan: PackPlan) -> NDArray[np.bool_]:
-        """Which packs are returned: those full enough, and those with a sequence that may not wait longer."""
+        """Return which packs are ready: packs that are full enough or have a sequence that must not wait longer."""
         if self._in_order:
             return np.arange(plan.num_packs) < plan.num_packs - 1
         starts = plan.offsets[:-1]

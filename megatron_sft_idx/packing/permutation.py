@@ -1,4 +1,4 @@
-"""Permutations that are the same on every machine, for whoever orders packs."""
+"""Permutations for ordering packs that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sft_idx import _native
 
 
 def shuffled(packs: int, *key: int | str) -> NDArray[np.int64]:
-    """The permutation of ``packs`` numbers that a key gives: int64 [packs].
+    """Return the permutation of ``packs`` numbers for a key: int64 [packs].
 
     >>> shuffled(5, 1234, "train").tolist() == shuffled(5, 1234, "train").tolist()
     True

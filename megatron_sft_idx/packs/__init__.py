@@ -1,4 +1,4 @@
-"""Packs in motion: in memory as runs, many shards to one and one to many, whole shards to other places.
+"""Move packs: runs of packs in memory, merging and splitting shards, copying whole shards.
 
-Bytes that are copied are held to their checksums on the way.
+Bytes that are copied are checked against their checksums on the way.
 """

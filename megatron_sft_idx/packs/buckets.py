@@ -1,10 +1,10 @@
-"""Shards copied into object stores: data first, ``.seq.idx`` last, whose presence makes a shard there too.
+"""Copy shards into object stores: data first, ``.seq.idx`` last. As on a disk, its presence makes a shard.
 
 When a shard is replaced, its ``.seq.idx`` is removed first, then its columns. Objects are replaced one by one, so
-uploads of two different shards to one prefix would mix their files. Therefore an upload first creates its claim, the
-object ``X.building``, which holds the shard's id. An upload that finds the claim of another shard is refused; uploads
-of one shard share a claim and do not disturb each other. A killed upload leaves its claim, and the next upload of the
-same shard removes it in the end.
+uploads of two different shards to one prefix would mix their files. To prevent this, an upload first creates its claim,
+the object ``X.building``, which holds the shard's id. An upload that finds the claim of another shard is rejected.
+Uploads of the same shard share a claim and do not disturb each other. A killed upload leaves its claim, and the next
+upload of the same shard removes it at its end.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _ATTEMPTS = 5
 def upload(
     source: CopySource, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
-    """Copy a shard to a remote prefix. Objects that are there already with the right checksum are not sent again.
+    """Copy a shard to a remote prefix. Objects that already exist with the right checksum are not sent again.
 
-    A failed or killed upload leaves nothing that looks like a shard; the next attempt keeps the objects that it sent.
-    A file that was sent in part is removed: by the failed upload itself, or after a kill by the next upload.
-    ``overwrite`` replaces what is there; not while another upload to the prefix is at work. ``on_progress`` is called
-    with the bytes that have arrived since the last call.
+    A failed or killed upload leaves nothing that looks like a shard. The next attempt keeps the objects that were sent.
+    An incomplete upload of a file is removed by the failed upload itself, or after a kill by the next upload.
+    ``overwrite`` replaces existing objects, but not during another upload to the prefix. ``on_progress`` is called with
+    the bytes that were uploaded since the last call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
-        StorageError: the store cannot be reached, or refuses these credentials.
+        StorageError: the store is unreachable, or rejects the credentials.
     """
     new = _Upload(source, prefix, on_progress)
     if new.prefix == source.paths.prefix:  # its .seq.idx would be removed before its other files are read
@@ -54,12 +54,12 @@ def upload(
         return Copied(new.prefix, 0, source.nbytes, 0, source.notes)
     new.claim(overwrite=overwrite)
     try:
-        if new.is_published(overwrite=overwrite):  # another upload ended between the first look and the claim
+        if new.is_published(overwrite=overwrite):  # another upload finished between the first check and the claim
             on_progress(source.nbytes)
         else:
             new.send(overwrite=overwrite)
     except BaseException:
-        with contextlib.suppress(StorageError):  # the failure that led here counts
+        with contextlib.suppress(StorageError):  # the original failure matters more
             new.remove_claim()
         raise
     new.remove_claim()
@@ -74,13 +74,13 @@ def copy_shard(
     beside: Collection[str] | None = None,
     on_progress: Advance = lambda nbytes: None,
 ) -> Copied:
-    """Copy a shard to another prefix; both may be local or remote. As ``CopySource``, ``upload`` and ``download``."""
+    """Copy a shard between local or remote prefixes. See ``CopySource``, ``upload`` and ``download``."""
     copy = upload if is_remote(target) else download
     return copy(CopySource(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
 
 def remote_prefix(prefix: str) -> str:
-    """The prefix of a shard that is to lie in an object store. FormatError where it names a bucket or a folder."""
+    """Return the prefix of a shard in an object store. FormatError: it is only a bucket or a folder."""
     remote = ShardPaths.of(prefix).prefix
     if not RemotePath.of(remote).key.rpartition("/")[2]:
         raise FormatError(f"{prefix}: a bucket or a folder, where a shard needs a name: {remote.rstrip('/')}/NAME")
@@ -88,12 +88,12 @@ def remote_prefix(prefix: str) -> str:
 
 
 class RemoteTarget:
-    """A remote prefix that a shard is to be written to.
+    """A remote prefix to which a shard is written.
 
     Attributes:
-        prefix: with its scheme and bucket.
+        prefix: the prefix with its scheme and bucket.
         key: the prefix inside the bucket.
-        suffixes: of the files that the shard will have, in the order of publication.
+        suffixes: suffixes of the shard's files, in the order of publication.
     """
 
     def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES) -> None:
@@ -101,15 +101,15 @@ class RemoteTarget:
         self.store, self.key = open_store(self.prefix)
 
     def stored(self, suffix: str) -> tuple[int, str | None] | None:
-        """Size of the object at ``suffix``, and the checksum (hex) that its writer recorded; None for no object."""
+        """Return size and recorded checksum (hex) of the object at ``suffix``, or None if there is no object."""
         info = self.store.head(self.key + suffix, writing=True)
         return info and (info.nbytes, info.checksum)
 
     def require_ours(self) -> None:
-        """FormatError if an object that is of no shard has one of the names: such objects are never replaced.
+        """Raise FormatError if an unrelated object has one of the names, because such objects are never replaced.
 
-        An object is of a shard where our writer recorded a checksum with it. A shard may also have been uploaded by
-        other means: then its ``.seq.idx`` begins with our magic, and a column with that of columns.
+        An object belongs to a shard if our writer recorded a checksum with it. A shard may also have been uploaded by
+        other means. Then its ``.seq.idx`` begins with our magic, and a column with the magic of columns.
         """
         index = self.stored(".seq.idx")
         is_shard = index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC
@@ -127,7 +127,7 @@ class RemoteTarget:
                 )
 
     def _is_media(self) -> bool:
-        """Whether images and audio of a shard are at the prefix: their items, or a ``.seq.idx`` that lists them."""
+        """Return whether the prefix has images and audio of a shard: their items, or a ``.seq.idx`` that lists them."""
         items = self.stored(".media.items")
         if items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", len(MEDIA_MAGIC)) == MEDIA_MAGIC:
             return True
@@ -149,14 +149,15 @@ class _Upload(RemoteTarget):
         self.nbytes_sent = 0
 
     def claim(self, *, overwrite: bool = False) -> None:
-        """Create the claim ``X.building``; return where it is there already and is of the same shard.
+        """Create the claim ``X.building``, unless it already exists for the same shard.
 
-        FormatError: it is of another shard, and ``overwrite`` is False; or the object is no claim.
+        FormatError: it belongs to another shard and ``overwrite`` is False, or the object is not a claim.
         """
         key = self.key + BUILDING
         for _ in range(_ATTEMPTS):
             self.store.create(key, self._claim, xxhash.xxh3_128_hexdigest(self._claim))
-            # Read even where it was just created: some stores let two create one object, and the later one stays.
+            # Read it even if it was just created: some stores let two uploads create one object, and the later one
+            # stays.
             stored = self._stored_claim()
             if stored == self._claim:
                 return
@@ -175,27 +176,27 @@ class _Upload(RemoteTarget):
         )
 
     def _stored_claim(self) -> bytes | None:
-        """The bytes of the claim that is there, or one byte more than a claim has; None where there is none."""
+        """Return the existing claim, or one byte more than a claim has; None if there is none."""
         info = self.store.head(self.key + BUILDING)
         return info and self._read(BUILDING, min(info.nbytes, len(self._claim) + 1))
 
     def remove_claim(self) -> None:
-        """Remove the claim where it is this shard's."""
+        """Remove the claim if it belongs to this shard."""
         if self._stored_claim() == self._claim:
             self.store.delete(self.key + BUILDING)
 
     def abort_uploads(self) -> int:
-        """Remove what killed uploads sent of unfinished files; returns how many uploads, 0 where the store refuses."""
-        # The shard is published, and credentials that may write may not always list uploads.
+        """Remove incomplete files of killed uploads; return their number, 0 if the store does not allow it."""
+        # The shard is published, and credentials that can write cannot always list uploads.
         try:
             return sum(self.store.abort_uploads(self.key + suffix) for suffix in self.suffixes)
         except StorageError:
             return 0
 
     def is_published(self, *, overwrite: bool) -> bool:
-        """Whether this very shard is at the prefix, whole.
+        """Return whether this same shard is complete at the prefix.
 
-        FormatError: another shard is, and ``overwrite`` is False.
+        FormatError: another shard is there and ``overwrite`` is False.
         """
         stored = self.stored(".seq.idx")
         if stored is not None and stored == self._expected[".seq.idx"]:
@@ -213,15 +214,16 @@ class _Upload(RemoteTarget):
         present = {suffix: self.stored(suffix) for suffix in self.suffixes}
         right = {suffix for suffix, stored in present.items() if stored == self._expected[suffix]}
         wrong = [suffix for suffix, stored in present.items() if stored and suffix not in right]
-        # Beside this shard's .seq.idx they are its own files, damaged; but its columns may have been attached there.
+        # Next to this shard's .seq.idx they are its own files, but damaged. Columns, however, may have been attached
+        # there.
         if (".seq.idx" not in right or {*wrong} & self._source.attached) and wrong and not overwrite:
             raise other_shard_error(self.prefix, [self.prefix + suffix for suffix in wrong])
-        only_columns = present.keys() - right <= self._source.attached  # the shard is there, but for attached columns
+        only_columns = present.keys() - right <= self._source.attached  # only attached columns are missing
         if present[".seq.idx"] and not only_columns:
             self.store.delete(self.key + ".seq.idx")
         if ".seq.idx" not in right:
-            # Remove images and audio, and the columns, of the shard that was replaced. Where these credentials may not
-            # list objects, such a column stays, and readers pass it over: its header names another shard.
+            # Remove images, audio and columns of the replaced shard. If the credentials cannot list objects, such a
+            # column stays, and readers ignore it: its header has the id of another shard.
             if loses_media:
                 for suffix in MEDIA_SUFFIXES:
                     self.store.delete(self.key + suffix)
@@ -248,13 +250,13 @@ class _Upload(RemoteTarget):
         try:
             self.store.put(self.key + suffix, self._checked(suffix), nbytes, checksum)
         except StorageError:
-            # The object may be there: the answer was lost, or another upload of this shard was faster.
+            # The object may exist: the response was lost, or another upload of this shard was faster.
             if not self._is_sent(suffix):
                 raise
         self.nbytes_sent += nbytes
 
     def _checked(self, suffix: str) -> Iterator[bytes | memoryview]:
-        """The chunks of a file of the source. CorruptShardError behind the last chunk unless all bytes were right."""
+        """Yield the chunks of a source file. After the last one, CorruptShardError unless all bytes were right."""
         check = ContentCheck(self._source.files[suffix])
         for chunk in self._source.chunks(suffix):
             check.update(chunk)
@@ -269,7 +271,7 @@ class _Upload(RemoteTarget):
         nbytes, checksum = self._expected[".seq.idx"]
         if not changed and self.store.create(self.key + ".seq.idx", self._source.seq_idx, checksum):
             self.nbytes_sent += nbytes
-        # Else it may be there by a request whose answer was lost, or by another upload of the same shard.
+        # Otherwise it may exist after a request whose response was lost, or from another upload of the same shard.
         elif changed or not self.is_published(overwrite=False):
             raise FormatError(
                 f"{self.prefix}{[*changed, '.seq.idx'][0]}: is not what was uploaded a moment ago; another upload"

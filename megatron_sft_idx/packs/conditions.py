@@ -1,4 +1,4 @@
-"""Conditions on columns, such as ``score >= 0.5``, and the sequences of a shard for which they hold."""
+"""Conditions on columns, such as ``score >= 0.5``, and the sequences of a shard that satisfy them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class BoundCondition(NamedTuple):
     """A condition on a column whose kind is known.
 
     Attributes:
-        column: its name.
-        compare: the comparison, a function of numpy.
-        value: what rows are compared with, of the column's dtype; of ``source``, the number of a file. NaN stands for
-            a whole number that no row is equal to.
-        of_files: whether the column is ``source``, of whose rows only the number of the file is compared.
+        column: name of the column.
+        compare: the comparison, a numpy function.
+        value: the value to compare with, in the column's dtype; for ``source``, the number of a file. NaN stands for an
+            integer that no row is equal to.
+        of_files: whether the column is ``source``, of whose rows only the file number is compared.
     """
 
     column: str
@@ -51,7 +51,7 @@ class BoundCondition(NamedTuple):
     of_files: bool = False
 
     def holds(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether the condition holds for all values of each row, bool [rows]. NaN is equal to nothing."""
+        """Return whether the condition holds for all values of each row, bool [rows]. NaN is equal to nothing."""
         holds: NDArray[np.bool_] = self.compare(rows[:, 0] if self.of_files else rows, self.value)
         if holds.ndim > 1:
             holds = np.logical_and.reduce(holds, 1)
@@ -65,7 +65,7 @@ class Condition:
     Attributes:
         column: name of the column.
         operator: one of ``==``, ``!=``, ``<``, ``<=``, ``>``, ``>=``.
-        value: the text behind the operator.
+        value: the text after the operator.
     """
 
     column: str
@@ -74,10 +74,10 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """The condition that a text such as ``score>=0.5`` states; spaces between its three words are optional.
+        """Parse a condition such as ``score>=0.5``; spaces between its three parts are optional.
 
         Raises:
-            FormatError: it is no such text, or orders the files of ``source``.
+            FormatError: the text has another form, or is an order comparison of ``source`` files.
 
         Example:
             >>> Condition.parse("score>=0.5")
@@ -98,32 +98,33 @@ class Condition:
 
     @property
     def _where(self) -> str:
-        """How errors begin."""
+        """The beginning of error messages."""
         return f"--where {on_one_line(str(self))}"
 
     def __str__(self) -> str:
         return f"{self.column} {self.operator} {self.value}"
 
     def named(self, paths: Sequence[str]) -> Condition:
-        """The same, if it is on ``source``, with the name of the file of the input that is meant.
+        """Return the same condition; for ``source``, with the name of the matching input file.
 
-        Only a job that reads the input knows ``paths``. Headers and the column have names alone.
+        Only a job that reads the input knows ``paths``. Headers and the column contain only names.
 
         Raises:
-            FormatError: as of ``find_name``.
+            FormatError: see ``find_name``.
         """
         if self.column != _SOURCE:
             return self
         names = told_apart(shortest_names(paths))
         named = replace(self, value=names[find_name(self.value, names, self._where, paths)])
-        # A name that begins or ends with a space cannot be written in a condition.
+        # A condition cannot express a name that begins or ends with a space.
         return named if Condition.parse(str(named)) == named else self
 
     def bind(self, spec: ColumnSpec) -> BoundCondition:
-        """The condition for a column of this kind.
+        """Return the condition for a column of this kind.
 
         Raises:
-            FormatError: the column's dtype does not hold the value; or no file of ``source`` is meant, or several.
+            FormatError: the column's dtype cannot represent the value; or no file of ``source``, or more than one,
+                matches.
         """
         where, compare = self._where, _COMPARE[self.operator]
         if self.column == _SOURCE:
@@ -145,11 +146,11 @@ class Condition:
 def _float_comparison(
     operator: str, text: str, dtype: np.dtype[Any], where: str
 ) -> tuple[Callable[[Any, Any], NDArray[np.bool_]], Any]:
-    """A comparison with a number, as one with a value of a float dtype.
+    """Convert a comparison with a number to one with a value of a float dtype.
 
-    A fraction, or a number with an exponent, stands for the value that it is rounded to. A whole number in digits that
-    would be rounded is compared exactly: it lies between two values, the next lower and the next higher one, and is
-    equal to none.
+    A fraction, or a number with an exponent, is rounded to a value of the dtype. An integer in digits that would be
+    rounded is compared exactly: it lies between two values, the next lower and the next higher one, and is equal to
+    none.
     """
     if not _NUMBER.fullmatch(text):
         raise FormatError(f"{where}: the column is {dtype}, expected a number")
@@ -169,20 +170,20 @@ def _float_comparison(
         return _COMPARE[operator], dtype.type(np.nan)
     if operator in ("<", "<="):
         return np.less_equal, value if float(value) < number else np.nextafter(value, dtype.type(-np.inf))
-    with np.errstate(over="ignore"):  # of the largest value, the next higher one is infinite
+    with np.errstate(over="ignore"):  # the value after the largest one is infinite
         return np.greater_equal, value if float(value) > number else np.nextafter(value, dtype.type(np.inf))
 
 
 def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec], where: str) -> list[BoundCondition]:
-    """All conditions, for columns of these kinds.
+    """Bind all conditions to columns of these kinds.
 
     Args:
-        conditions: all of them are to hold.
-        columns: the columns that there are, by name.
-        where: what errors call that which has these columns.
+        conditions: the conditions, all of which must hold.
+        columns: the existing columns, by name.
+        where: the name used in errors for the owner of these columns.
 
     Raises:
-        FormatError: there is no such column, or as of ``Condition.bind``.
+        FormatError: a column does not exist, or see ``Condition.bind``.
     """
     tests = []
     for condition in conditions:
@@ -194,7 +195,7 @@ def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec],
 
 
 def holding(tests: Sequence[BoundCondition], columns: Mapping[str, NDArray[Any]], num_rows: int) -> NDArray[np.bool_]:
-    """For which rows all conditions hold, bool [rows]; ``columns`` are values by name, all with a row for each."""
+    """Return the rows for which all conditions hold, bool [rows]; ``columns`` are values by name, one row for each."""
     holds = np.ones(num_rows, bool)
     for test in tests:
         holds &= test.holds(columns[test.column])
@@ -202,12 +203,12 @@ def holding(tests: Sequence[BoundCondition], columns: Mapping[str, NDArray[Any]]
 
 
 def whole_pairs(selected: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of sequences 2k and 2k + 1, which are a pair, both where both are selected, else none: bool [sequences]."""
+    """For each pair of sequences 2k and 2k + 1, select both if both are selected, else none: bool [sequences]."""
     return np.repeat(selected.reshape(-1, 2).all(1), 2)
 
 
 def conditions_of(shard: Shard, where: Iterable[str]) -> list[BoundCondition]:
-    """Conditions on the columns of a shard; errors as of ``Condition.parse`` and ``bind_all``."""
+    """Return conditions on the columns of a shard. See ``Condition.parse`` and ``bind_all`` for errors."""
     conditions = [Condition.parse(text) for text in where]
     needed = {condition.column for condition in conditions} & {*shard.columns}
     specs = {name: shard.columns[name].spec for name in needed}
@@ -218,20 +219,20 @@ def conditions_of(shard: Shard, where: Iterable[str]) -> list[BoundCondition]:
 
 
 def selected_sequences(shard: Shard, where: Iterable[str], *, on_progress: Update | None = None) -> NDArray[np.bool_]:
-    """Which sequences of a shard all conditions hold for, bool [sequences].
+    """Return the sequences of a shard for which all conditions hold, bool [sequences].
 
-    A condition on a column with a row for each pack holds for the sequences of the pack; one on a column with a row for
-    each token holds where it does for all tokens of the sequence. Of a row with several values, it holds for all. A
-    pair is selected where both of its sequences are.
+    A condition on a column per pack applies to all sequences of the pack. A condition on a column per token holds if it
+    does for all tokens of the sequence. For a row with several values, it must hold for all. A pair is selected if both
+    of its sequences are.
 
     Args:
-        shard: the shard; all kinds of columns count, attached ones too.
-        where: conditions as ``Condition.parse`` reads them.
+        shard: the shard; all kinds of columns work, including attached ones.
+        where: conditions in the form of ``Condition.parse``.
         on_progress: called after each window with its tokens and packs.
 
     Raises:
-        FormatError: a condition that cannot be, or a column that the shard does not have.
-        CorruptShardError: the column ``pair`` makes no pairs.
+        FormatError: a condition is invalid, or the shard does not have its column.
+        CorruptShardError: the column ``pair`` does not form pairs.
     """
     tests = conditions_of(shard, where)
     selected = np.ones(shard.header.num_sequences, bool)

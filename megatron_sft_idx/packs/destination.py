@@ -1,7 +1,7 @@
-"""The prefix that a verb writes shards to, local or remote: what is checked before the work, and what follows it.
+"""The local or remote prefix that a command writes shards to: checks before the work, and the upload after it.
 
-Shards for a remote prefix are built in a local folder and uploaded. With the same folder, a command that was
-interrupted goes on when it is given again.
+Shards for a remote prefix are built in a local folder and uploaded. Repeating an interrupted command with the same
+folder resumes it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megatron_sft_idx.storage.outputs import places_of_output
 from megatron_sft_idx.storage.progress import show_progress
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
-# In the folder where the command runs: scratch folders end with the job, and with them what the next run goes on from.
+# In the working directory: scratch folders are deleted with the job, together with the state needed to resume.
 STAGING = "megatron-sft-idx-staging"
 
 
 class Destination:
-    """The prefix that a verb writes to.
+    """The prefix that a command writes to.
 
     Args:
         prefix: as the user gave it.
-        suffixes: of the shards that are written, what is added to it.
-        beside: other shards that are uploaded to a remote prefix too, by what is added to it.
-        staging: the local folder in which shards for a remote prefix are built.
-        overwrite: replace shards that are there.
-        summary: path of a JSON file that is written too.
+        suffixes: the suffixes of the shards that are written.
+        beside: suffixes of further shards to upload to a remote prefix.
+        staging: the local folder for building shards for a remote prefix.
+        overwrite: replace existing shards.
+        summary: path of a JSON file to write as well.
 
     Attributes:
         local: the local prefix to build shards at.
 
     Raises:
-        FormatError: a remote prefix names a bucket or a folder.
+        FormatError: a remote prefix is only a bucket or a folder.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Destination:
         self.local, self._staging, self._remote = prefix, Path(staging), ""
         if is_remote(prefix):
             self._remote = remote_prefix(prefix)
-            # With a hash of the whole prefix: two buckets may have shards of one name.
+            # With a hash of the whole prefix: two buckets can have shards of the same name.
             hashed = xxhash.xxh3_64_hexdigest(self._remote.encode())
             self.local = str(self._staging / f"{os.path.basename(self._remote)}-{hashed}")
 
@@ -81,16 +81,16 @@ class Destination:
         """Check, before hours of work, that shards can be written and published.
 
         Args:
-            reads: the files that the verb reads.
-            beside: other shards that are written, by the suffix of their prefix.
+            reads: the files that the command reads.
+            beside: further shards that are written, by the suffix of their prefix.
             columns: names of the shards' columns.
-            nbytes: how many bytes will be written at least.
-            may_be_found: the verb finds out by itself whether a remote shard is the one that it would make.
+            nbytes: minimum number of bytes that will be written.
+            may_be_found: the command itself checks whether a remote shard is the one that it would make.
 
         Raises:
-            FormatError: a shard or something else is in the way, local or remote.
-            StorageError: the store cannot be written.
-            OSError: too little room on the disk.
+            FormatError: a shard or something else already exists there, locally or remotely.
+            StorageError: the store is not writable.
+            OSError: too little space on the disk.
         """
         if len(self._suffixes) > 1:
             require_ours(ShardPaths.of(self.local).prefix)
@@ -107,14 +107,14 @@ class Destination:
             log_line(f"building at {self.local}, to be uploaded to {self.prefix}")
 
     def _prepare_remote(self, *, keep: bool) -> None:
-        """Check that nothing is in the way, by writing an object and removing it too; ``keep`` refuses any shard."""
+        """Check that the prefix is free by writing and removing an object; with ``keep``, reject any shard."""
         self._require_free(self._suffixes, keep=keep)
         target = RemoteTarget(self._remote + self._suffixes[0])
-        probe = f"{target.key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
+        probe = f"{target.key}.{secrets.token_hex(8)}.probe"  # an unused name
         target.store.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
         target.store.delete(probe)
         self._staging.mkdir(parents=True, exist_ok=True)
-        # A corpus that is there, where shards are built, is used again: only its remote prefix must be free.
+        # An existing corpus in the build folder is used again; only its remote prefix must be free.
         self._require_free(self._beside, keep=keep)
 
     def _require_free(self, suffixes: Sequence[str], *, keep: bool) -> None:
@@ -126,9 +126,9 @@ class Destination:
             target.require_ours()
 
     def publish(self, *, found: bool = False) -> None:
-        """Upload shards built for a remote prefix, and those beside it; say where they are if that fails.
+        """Upload shards built for a remote prefix and the further shards. If that fails, say where they are.
 
-        If the shards were ``found``, they may be at the remote prefix already, and then none is here.
+        If the shards were ``found``, they may be at the remote prefix already, and then there is no local one.
         """
         pending = [*self._suffixes, *self._beside] if self._remote else []
         pending = [end for end in pending if not found or os.path.isfile(ShardPaths.of(self.local + end).seq_idx)]
@@ -137,7 +137,7 @@ class Destination:
                 self._upload(pending[0])
                 del pending[0]
             if self._remote:
-                with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
+                with contextlib.suppress(OSError):  # if other shards are being built in the folder, it stays
                     self._staging.rmdir()
         except (SFTIndexError, KeyboardInterrupt, SystemExit):
             for suffix in pending:
@@ -148,7 +148,7 @@ class Destination:
             raise
 
     def _upload(self, suffix: str) -> None:
-        """Upload a shard and remove the local one, which stays if there is an error."""
+        """Upload a shard and remove the local one. After an error, it stays."""
         local = self.local + suffix
         with show_progress(1024)("uploading", shard_nbytes(local)) as advance:
             upload(CopySource(local), self._remote + suffix, overwrite=self._overwrite, on_progress=advance)

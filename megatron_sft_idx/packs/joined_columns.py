@@ -1,7 +1,7 @@
-"""The columns of shards that are merged: whether they go together, and how their numbers are told apart.
+"""Columns of shards that are merged: whether they are compatible, and how their numbers are changed.
 
-Rows of ``source`` name a file by its number in a table, rows of ``pair`` name a pair by its number. Both count within
-one shard, so the merged shard has other numbers. All other columns are copied as they are.
+Rows of ``source`` have the number of a file in a table, rows of ``pair`` the number of a pair. Both numberings are
+local to one shard, so the merged shard has other numbers. All other columns are copied unchanged.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _MAX_NUMBER = int(np.iinfo(np.uint32).max)
 
 
 def common_entries(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
-    """The entries that all of some JSON objects agree on, and the keys of those that they do not."""
+    """Return the entries that are equal in all JSON objects, and the keys of the entries that are not."""
     first = objects[0]
     differing = {key for each in objects for key in each.keys() | first if each.get(key) != first.get(key)}
     return {key: value for key, value in first.items() if key not in differing}, differing
 
 
 class _FileTable:
-    """One table of files out of those of several shards; an entry a file, as the metadata of ``source`` has them.
+    """One table of files made from those of several shards, with one entry per file as in the metadata of ``source``.
 
     Files of the same name and fingerprint are one file. A file without a fingerprint may be any file of its name, so it
-    is the same file only where it stands in a table that is equal as a whole.
+    is treated as the same file only if its whole table is equal.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _FileTable:
         self._tables: dict[bytes, NDArray[np.uint32]] = {}  # by the hash of a table that was added
 
     def add(self, table: list[dict[str, Any]]) -> NDArray[np.uint32]:
-        """Take the table of one more shard; returns the numbers that its files have in this one, uint32 [files]."""
+        """Add the table of another shard. Return the numbers of its files in this table, uint32 [files]."""
         key = xxhash.xxh3_128_digest(json.dumps(table, sort_keys=True).encode())
         if key not in self._tables:
             numbers = range(len(table)) if table == self.files else map(self._number_of, table)
@@ -70,9 +70,9 @@ class _FileTable:
 
 
 class _Found(NamedTuple):
-    """A column of one of the shards that are merged; the metadata of its spec lack the table of files.
+    """A column of one of the merged shards. The metadata of its spec does not have the table of files.
 
-    ``files`` are the numbers that its files have in the merged shard, uint32 [files]; None if it names no files.
+    ``files`` are the numbers of its files in the merged shard, uint32 [files]; None if it has no files.
     """
 
     prefix: str
@@ -85,18 +85,18 @@ class _Found(NamedTuple):
 class JoinedColumns:
     """The columns of shards that are merged, by prefixes and headers. Call ``renumber`` for each shard, in order.
 
-    ``lossy`` leaves out columns that do not go together, and those that are among the ``broken`` of their shard,
-    instead of an error.
+    ``lossy`` omits columns that are incompatible, or are among the ``broken`` ones of their shard, instead of raising
+    an error.
 
     Attributes:
         specs: the columns of the merged shard, by name.
         nbytes: bytes of all their rows.
-        notes: what was left out, a sentence each.
+        notes: what was omitted, one sentence each.
 
     Raises:
-        FormatError: a shard lacks a column that another has, or has one of another kind; or the table of all files does
-            not fit a header.
-        ShardNotFoundError, CorruptShardError: of a column that a shard has.
+        FormatError: a shard lacks a column of another shard, or has it in another kind; or the table of all files does
+            not fit in a header.
+        ShardNotFoundError, CorruptShardError: an error of a shard's column.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class JoinedColumns:
         lossy: bool,
     ) -> None:
         self._allow_loss = lossy
-        self._reasons: dict[str, str] = {}  # why a column is left out, by its name
+        self._reasons: dict[str, str] = {}  # why a column is omitted, by its name
         self._table = _FileTable()
-        self._first_pair = 0  # what is added to the numbers of pairs of this shard
+        self._first_pair = 0  # added to the pair numbers of this shard
         self._next_pair = 0  # greater than every number given so far
         self._split: SplitOutput | None = None  # of the shard before
         beside = columns_beside(prefixes)
@@ -156,7 +156,7 @@ class JoinedColumns:
         return _Found(paths.prefix, spec, column.rows * spec.row_nbytes, _header_checksum(column), files)
 
     def _why_not(self, name: str, of_shards: Sequence[_Found], prefixes: Sequence[str]) -> str | None:
-        """Why a column that some shards have cannot be one of the merged shard; None if it can."""
+        """Return why a column of some shards cannot be in the merged shard, or None if it can."""
         first, like = of_shards[0].prefix, of_shards[0].spec
         for prefix, columns in zip(prefixes, self._found, strict=True):
             if (found := columns.get(name)) is None:
@@ -176,7 +176,7 @@ class JoinedColumns:
         self._reasons[name] = why
 
     def renumber(self, number: int, shard: Shard) -> Callable[[PackRun], PackRun]:
-        """A function that gives the columns of runs of shard ``number`` the numbers of the merged shard.
+        """Return a function that converts the columns of runs of shard ``number`` to the merged shard's numbers.
 
         FormatError: another column was attached to the shard since its headers were compared.
         """
@@ -190,7 +190,7 @@ class JoinedColumns:
             changes["source"] = lambda rows: _renumber_files(shard, files, rows)
         if "pair" in self.specs and self.specs["pair"].kind == PAIR.kind:
             split = SplitOutput.of(shard.header) if "pair" in listed_columns(shard.header.metadata) else None
-            # An output of a split keeps its numbers behind the output before it: both are those of the shard they were.
+            # An output of a split keeps its numbers after the previous output: both have those of the original shard.
             if split is None or not split.follows(self._split):
                 self._first_pair = self._next_pair
             self._split = split
@@ -204,7 +204,7 @@ class JoinedColumns:
         return changed
 
     def _renumber_pairs(self, shard: Shard, rows: NDArray[Any]) -> NDArray[Any]:
-        """Numbers of pairs that begin above those of the shards before."""
+        """Shift pair numbers above those of the previous shards."""
         largest = int(rows[:, 0].max(initial=0)) + self._first_pair
         if largest > _MAX_NUMBER:
             path = ShardPaths.of(shard.prefix).column("pair")

@@ -1,4 +1,4 @@
-"""Many shards to one: whether they go together, and what the header of the one says."""
+"""Merge many shards into one: check that they are compatible, and make the header of the merged shard."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ _CAPACITY = (
 )
 _MULTIPLE = "pack one again (megatron-sft-idx pack SHARD --seq-length N --sequence-multiple M)"
 _TEMPLATES = "preprocess one again with the template of the other, or pass mixed_templates (--mixed-templates)"
-# Masks are label-aligned everywhere: a header that claims anything else is refused when it is read (rule H5).
-# What all shards must have in common: its name in messages; what gives it, None where a shard does not record it; and
-# how shards that differ in it can become one all the same.
+# Masks are label-aligned everywhere: a header with another alignment is rejected when it is read (rule H5).
+# Properties that all shards must have in common: the name in messages; the function that returns it, or None if a shard
+# does not record it; and how shards with different values can still be merged.
 _FIELDS: tuple[tuple[str, Callable[[Header], Any], str], ...] = (
     ("token dtype", lambda header: header.token_dtype, _COPY.format("token_dtype")),
     ("mask dtype", lambda header: header.mask_dtype, _COPY.format("mask_dtype")),
-    # An empty shard has the capacity 0 where it was to be that of its longest pack.
+    # An empty shard has capacity 0 if its capacity was to be the length of its longest pack.
     ("capacity", lambda header: header.capacity or None, _CAPACITY),
     ("sequence multiple", lambda header: header.sequence_multiple, _MULTIPLE),
     ("pad id", lambda header: header.pad_id, _TOKENIZERS),
     ("tokenizer", lambda header: header.tokenizer, _TOKENIZERS),
     ("chat template", lambda header: header.template, _TEMPLATES),
 )
-# The entries of the JSON block that some of these are read from.
+# The entries of the JSON block from which some of these are read.
 _BLOCKS = {"tokenizer": "tokenizer", "chat template": "chat_template"}
 
 
 def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection[str]) -> tuple[Header, list[str]]:
-    """The header of the merged shard, without its origin and with the counts of the first shard; and notes.
+    """Return the header of the merged shard, without its origin and with the counts of the first shard; and notes.
 
-    The notes say what could not be compared, and what differs. ``mixed`` are the names in ``_FIELDS`` of what may
-    differ. Of different capacities the merged shard has the largest. FormatError: two shards do not go together; the
-    error names both values and prefixes.
+    The notes say what could not be compared, and what differs. ``mixed`` are the names in ``_FIELDS`` that may differ.
+    With different capacities, the merged shard has the largest. FormatError: two shards are incompatible; the message
+    has both values and prefixes.
     """
     notes: list[str] = []
     unrecorded: list[str] = []
@@ -78,7 +78,7 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
             blocks[_BLOCKS[name]] = headers[first].metadata[_BLOCKS[name]]
     if unrecorded:
         notes.append(f"recorded in none of the shards, so not compared: {', '.join(unrecorded)}")
-    # A merged shard must not be weighted by a column that some of its masks have been multiplied by.
+    # A merged shard must not be weighted by a column that some of its masks are already multiplied by.
     if weights := sorted({name for each in headers for name in weighted_by(each.metadata)}):
         blocks[WEIGHTED_BY] = weights
     aside = PER_SHARD | {*_BLOCKS.values(), WEIGHTED_BY}
@@ -97,13 +97,13 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
 
 
 def _read_headers(prefixes: Sequence[str]) -> tuple[list[Header], list[OriginRun]]:
-    """The headers of shards, without ``origin``; and the runs of packs that the shards are made of.
+    """Return the headers of shards, without ``origin``; and the runs of packs from which the shards were made.
 
-    If the runs are too many for a header, they are the shards themselves.
+    If there are too many runs for a header, the shards themselves are used as the runs.
 
     Raises:
-        FormatError: there are no shards, or too many for a header to name.
-        ShardNotFoundError, CorruptShardError: as of ``read_header``.
+        FormatError: there are no shards, or too many for a header.
+        ShardNotFoundError, CorruptShardError: see ``read_header``.
     """
     headers: list[Header] = []
     shards: list[OriginRun] = []
@@ -127,10 +127,10 @@ def _read_headers(prefixes: Sequence[str]) -> tuple[list[Header], list[OriginRun
 
 
 class MergeReport(NamedTuple):
-    """What merging did: prefix and header of the merged shard, how many shards it was made from, and notes.
+    """The result of merging: prefix and header of the merged shard, the number of sources, and notes.
 
-    The notes say what was not compared or differs between the shards, a sentence each. If the merged shard was there
-    already, it was ``found``.
+    The notes say what was not compared or differs between the shards, one sentence each. If the merged shard already
+    existed, it was ``found``.
     """
 
     prefix: str
@@ -151,41 +151,41 @@ def merge(
     durable: bool = True,
     watch: Watch = unwatched,
 ) -> MergeReport:
-    """Write the packs of many shards, in the order given, as one shard.
+    """Write the packs of many shards, in the given order, as one shard.
 
     Everything is compared before the first byte is written: token and mask dtype, capacity, sequence multiple, pad id,
-    tokenizer and chat template. Every byte of the sources is read once and held to its checksum; with ``lossy``,
-    columns are read before that too. The merged shard's JSON block keeps what the sources have in common and lists
-    where its packs come from (``origin``). Memory is a few MiB for any number of packs, and the headers of all sources;
-    one source is open at a time.
+    tokenizer and chat template. Every byte of the sources is read once and checked against its checksum; with
+    ``lossy``, columns are also read before. The merged shard's JSON block keeps the entries that are equal in all
+    sources, and lists the origin of its packs (``origin``). Memory is a few MiB for any number of packs, plus the
+    headers of all sources; one source is open at a time.
 
-    Columns go along, attached ones too, and are written with the merged shard: all sources must have them, of one kind.
-    Of ``source``, the tables of files become one, in which a file is the same where its name and fingerprint are; of
-    ``pair``, the numbers of each shard go on behind those of the shards before, but for parts of one split, which
-    keep theirs. Of the metadata of other columns what is the same in all shards stays.
+    Columns are merged too, including attached ones, and become written columns of the merged shard. All sources must
+    have them, with the same kind. For ``source``, the tables of files become one; files with equal name and fingerprint
+    are one file. For ``pair``, the numbers of each shard continue after those of the previous shards, except for parts
+    of one split, which keep theirs. For the metadata of other columns, entries that are equal in all shards are kept.
 
     Args:
-        sources: prefixes, in order. One may be given twice; its packs are then there twice.
-        prefix: of the merged shard.
-        overwrite: replace what is at the prefix.
-        mixed_capacity: let capacities differ; the largest is that of the merged shard.
-        mixed_templates: let chat templates differ.
-        lossy: leave out columns that some of the shards lack, have of another kind, or that break a rule.
-        durable: False skips fsync, for files that are thrown away anyway.
-        watch: called as the reading begins, with the bytes there are to read.
+        sources: prefixes, in order. A prefix may be given twice; its packs then occur twice.
+        prefix: prefix of the merged shard.
+        overwrite: replace an existing shard at the prefix.
+        mixed_capacity: allow different capacities; the merged shard has the largest.
+        mixed_templates: allow different chat templates.
+        lossy: omit columns that are missing in some shards, differ in kind, or break a rule.
+        durable: False skips fsync, for temporary files.
+        watch: called when reading begins, with the number of bytes to read.
 
     Raises:
-        ShardNotFoundError: a source, or a column that it lists, is not there.
-        FormatError: sources do not go together, or something is at the prefix.
+        ShardNotFoundError: a source, or a column that it lists, does not exist.
+        FormatError: sources are incompatible, or something is at the prefix.
         CorruptShardError: a source breaks F2, F3, O1, O2 or a rule of columns; nothing is published.
-        OSError: the disk says no; nothing is published, and what was written is removed.
+        OSError: an error of the disk; nothing is published, and written files are removed.
     """
     paths = ShardPaths.of(prefix)
     prefixes = [ShardPaths.of(source).prefix for source in sources]
     read = [place for source in prefixes for place in places_of(source, "a source")]
     require_apart(places_of(paths.prefix, "the output", written=True), read)
     finish_interrupted(paths, overwrite=overwrite)
-    # A shard that is here may be the one that is about to be made.
+    # An existing shard may be identical to the one about to be made.
     check_free(paths, overwrite=overwrite or not paths.missing())
     allowed = {"capacity": mixed_capacity, "chat template": mixed_templates}
     headers, runs = _read_headers(prefixes)
@@ -216,7 +216,7 @@ def merge(
 
 
 def _broken_columns(prefixes: Sequence[str], headers: Sequence[Header], watch: Watch) -> list[dict[str, Finding]]:
-    """What is wrong with the columns of each shard, by name; every value is read."""
+    """Return the findings about each shard's columns, by name. Reads every value."""
     from megatron_sft_idx.check.verify import broken_columns  # imported late: most merges have nothing to check
 
     beside = columns_beside(prefixes)
@@ -225,20 +225,20 @@ def _broken_columns(prefixes: Sequence[str], headers: Sequence[Header], watch: W
         return [broken_columns(prefix, header, advance) for prefix, header in zip(prefixes, headers, strict=True)]
 
 
-# ---- what splitting needs too ----
+# ---- shared with splitting ----
 
 
 def open_source(prefix: str, shard_id: bytes) -> Shard:
-    """Open a local shard that packs are copied from.
+    """Open a local shard to copy packs from it.
 
-    Its files stay open, so it is the same shard still when another one is published over it.
+    Its files stay open, so it remains the same shard even if another one is published at its prefix.
 
     Raises:
-        FormatError: its id is not ``shard_id``, or it lies in an object store.
-        ShardNotFoundError, CorruptShardError: as of ``Shard``.
+        FormatError: its id is not ``shard_id``, or it is in an object store.
+        ShardNotFoundError, CorruptShardError: see ``Shard``.
     """
     require_local(prefix, "merging or splitting")
-    # Maps would be as fast, but the pages that are read would count as this process's memory.
+    # Maps would be as fast, but the pages that are read would count as memory of this process.
     shard = Shard(prefix, backend="pread")
     require_same(prefix, shard.shard_id, shard_id)
     return shard
@@ -255,14 +255,14 @@ def begin_copy(
     durable: bool,
     nbytes: int = 0,
 ) -> ShardWriter:
-    """A writer of a shard that is made of packs of other shards.
+    """Begin a shard that consists of packs of other shards.
 
     Args:
         prefix: the path that the five files will share.
         like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
         columns: the columns of the new shard, by name.
         media: whether it has images or audio.
-        work: name of the verb; as of ``ShardWriter.begin``, and so are the others.
+        work: name of the command. See ``ShardWriter.begin`` for this and the other arguments.
         overwrite: see there.
         durable: see there.
         nbytes: see there.

@@ -1,8 +1,8 @@
-"""Where the packs of a shard come from, as the JSON block of its header says: ``origin`` and ``split``.
+"""The origin of a shard's packs, from the entries ``origin`` and ``split`` of the header's JSON block.
 
-A merged shard lists the shards that it was made from, a shard that was split off lists its packs of them and says which
-output of which split it is. Anybody may have written a JSON block, so what does not fit the header is not believed.
-Nothing here reads or writes a file.
+A merged shard lists the shards that it was made from. A shard that was split off lists its packs of them, and which
+output of which split it is. A JSON block is untrusted, so entries that do not fit the header are ignored. Nothing here
+reads or writes a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import MEDIA_ENTRY
 
 ORIGIN, SPLIT = "origin", "split"
-# An entry takes some 250 bytes, and the JSON block of a header holds 16 MiB.
+# An entry takes about 250 bytes, and the JSON block of a header has room for 16 MiB.
 MAX_RUNS = 50_000
 PER_SHARD = frozenset({"columns", MEDIA_ENTRY, "notes", "packing", "sources", ORIGIN, SPLIT})
 """Keys of the JSON block that count or name what is in one shard: they hold neither of a merged nor of a split one."""
@@ -29,15 +29,15 @@ Spans = Callable[[int, int], tuple[tuple[int, int], tuple[int, int]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OriginRun:
-    """Consecutive packs of one shard; as a dict, an entry of ``origin`` in the JSON block.
+    """Consecutive packs of one shard. As a dict, it is an entry of ``origin`` in the JSON block.
 
     Attributes:
         shard_id: id of that shard, hex.
-        source: fingerprint of the rows that it was made from; None where it records none.
+        source: fingerprint of the rows that it was made from; None if the shard has none.
         first_pack: number of the first of these packs in that shard.
-        num_packs: how many packs.
-        num_sequences: how many sequences these packs hold.
-        num_tokens: how many tokens these packs hold.
+        num_packs: number of packs.
+        num_sequences: number of sequences in these packs.
+        num_tokens: number of tokens in these packs.
     """
 
     shard_id: str
@@ -49,13 +49,13 @@ class OriginRun:
 
 
 def own_run(header: Header) -> OriginRun:
-    """All packs of a shard, as packs of that shard itself."""
+    """Return all packs of a shard, as a run of packs of the shard itself."""
     counts = header.num_packs, header.num_sequences, header.num_tokens
     return OriginRun(header.shard_id.hex(), header.source, 0, *counts)
 
 
 def origin_runs(header: Header) -> list[OriginRun]:
-    """The runs that make up a shard: its ``origin`` where that fits the header's counts, else the shard itself."""
+    """Return the runs that make up a shard: its ``origin`` if that fits the header's counts, else the shard itself."""
     try:
         runs = [OriginRun(**entry) for entry in header.metadata[ORIGIN]]
         counts = [[run.first_pack, *(getattr(run, name) for name in _COUNTS)] for run in runs]
@@ -69,7 +69,7 @@ def origin_runs(header: Header) -> list[OriginRun]:
 
 
 def extend_runs(runs: list[OriginRun], more: Iterable[OriginRun]) -> None:
-    """Append runs to a list. A run that continues the last one is joined to it; a run of no packs is left out."""
+    """Append runs to a list. A run that continues the last one is joined to it; an empty run is skipped."""
     for run in more:
         last = runs[-1] if runs else None
         start = run.shard_id, run.source, run.first_pack
@@ -81,11 +81,11 @@ def extend_runs(runs: list[OriginRun], more: Iterable[OriginRun]) -> None:
 
 
 class Origin:
-    """The origin of a shard that is split, of which each output is given its share.
+    """The origin of a shard that is split. Each output gets its share.
 
     Args:
-        header: of the shard.
-        spans: of the shard's packs.
+        header: header of the shard.
+        spans: function that returns the spans of the shard's packs.
     """
 
     def __init__(self, header: Header, spans: Spans) -> None:
@@ -93,7 +93,7 @@ class Origin:
         self._ends = list(accumulate(run.num_packs for run in self._runs))
 
     def of_packs(self, first: int, stop: int) -> list[OriginRun]:
-        """The runs of the packs ``[first, stop)``, in order."""
+        """Return the runs of the packs ``[first, stop)``, in order."""
         runs: list[OriginRun] = []
         begin = first
         at = bisect.bisect_right(self._ends, first)
@@ -109,7 +109,7 @@ class Origin:
 
 
 class SplitOutput(NamedTuple):
-    """Which output of a split a shard is: the id of the shard that was split, hex; its number from 0; of how many."""
+    """Identifies an output of a split: id of the split shard (hex), number of the output from 0, number of outputs."""
 
     shard_id: str
     number: int
@@ -117,7 +117,7 @@ class SplitOutput(NamedTuple):
 
     @classmethod
     def of(cls, header: Header) -> SplitOutput | None:
-        """What the JSON block of a shard says; None where it was not split off, or does not say it properly."""
+        """Return the entry in a shard's JSON block; None if it was not split off, or the entry is invalid."""
         entry: Any = header.metadata.get(SPLIT)
         if not isinstance(entry, dict):
             return None
@@ -125,5 +125,5 @@ class SplitOutput(NamedTuple):
         return output if [type(value) for value in output] == [str, int, int] else None
 
     def follows(self, other: SplitOutput | None) -> bool:
-        """Whether this is the output right after another one of the same split."""
+        """Return whether this is the next output after another one of the same split."""
         return other is not None and self == other._replace(number=other.number + 1)

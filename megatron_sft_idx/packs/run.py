@@ -1,11 +1,11 @@
-"""Packs in memory: runs, in which packs go from readers to writers, and windows, in which a shard is gone through.
+"""Packs in memory: runs, which move packs from readers to writers, and windows, which iterate over a shard.
 
-Runs are made of what other people's files hold by ``checked_run``, which brings their loss masks to the one alignment
-of this package. *Label*: value j says whether predicting token j + 1 of the same sequence counts; it is 0 at every
-sequence's end. *Token*: value j says whether token j itself is trained on. *Rolled right*: a token mask that its writer
-moved one place to the right over the whole pack, with 0 in front, meaning to align it with labels. That is the wrong
-way round, and across sequences; reading undoes it. The mask of each pack's last token was lost when the file was
-written; that token counts as untrained.
+``checked_run`` makes runs from files in other formats, and converts their loss masks to the one alignment of this
+package. *Label*: value j says whether predicting token j + 1 of the same sequence counts; it is 0 at the end of every
+sequence. *Token*: value j says whether token j itself is trained on. *Rolled right*: a token mask that its writer
+shifted right by one over the whole pack, with 0 in front, intending to align it with labels. That is the wrong
+direction, and crosses sequences; reading undoes it. The mask of each pack's last token was lost when the file was
+written, so that token counts as untrained.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 MaskAlignment = Literal["label", "token", "rolled-right"]
 MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
-# Tokens in a run, about: enough that what is done once a run costs next to nothing, and few enough for the cache.
+# Approximate number of tokens in a run: enough to make the cost per run negligible, but small enough for the CPU cache.
 RUN_TOKENS = 1 << 20
-# So many tokens are read at a time for checksums too. Half as many take a twelfth more time; with more, memory grows.
+# Number of tokens to read at a time if checksums are computed, too. Half as many is 8% slower; with more, memory grows.
 COPIED_TOKENS = 1 << 19
-# The most that a window holds, unless its first pack alone holds more: some 50 MiB with what is computed from it.
+# Maximum number of tokens in a window, unless its first pack is larger: about 50 MiB with derived arrays.
 WINDOW_PACKS, WINDOW_SEQUENCES, WINDOW_TOKENS = 1 << 15, 1 << 18, 1 << 22
 
 
 class Column(NamedTuple):
-    """A column of some packs.
+    """A column of several packs.
 
     Attributes:
-        spec: dtype and width of a row, what has one row (token, sequence or pack), and metadata.
+        spec: dtype and width of a row, unit of a row (token, sequence or pack), and metadata.
         values: [rows], or [rows, width].
     """
 
@@ -56,33 +56,34 @@ class Column(NamedTuple):
     values: NDArray[Any]
 
 
-# Columns by name: of some packs, and of an open shard.
+# Columns by name: of several packs, and of an open shard.
 Columns = Mapping[str, Column]
 OpenColumns: TypeAlias = "Mapping[str, ShardColumn]"
 _NONE: OpenColumns = {}
 
 
 def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Columns:
-    """The rows of columns that ``rows`` gives for tokens, sequences and packs: views, or read now where unmapped."""
+    """Return column rows for the given slices of tokens, sequences and packs: views, or read now if unmapped."""
     return {name: Column(column.spec, column.values[rows[column.spec.per]]) for name, column in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class PackRun:
-    """Consecutive packs: their arrays end to end, as ``ShardWriter.add_packs`` takes them.
+    """Consecutive packs: their arrays concatenated, in the form of ``ShardWriter.add_packs``.
 
     Attributes:
         tokens: ids [sum of pack lengths], integers.
         loss_mask: uint8 (0 or 1) or float32 (weights) [sum of pack lengths], label-aligned.
-        seq_starts: where each sequence begins in its pack, int64 [sum of sequence counts].
-        pack_lengths: tokens in each pack, int64 [packs].
-        pack_sequences: sequences in each pack, int64 [packs].
-        unplaced: how many set values of a file's mask a label-aligned mask has no position for; they were left out.
+        seq_starts: start of each sequence in its pack, int64 [sum of sequence counts].
+        pack_lengths: number of tokens in each pack, int64 [packs].
+        pack_sequences: number of sequences in each pack, int64 [packs].
+        unplaced: number of set values of a file's mask that have no position in a label-aligned mask; they were
+            dropped.
         columns: columns of these packs, by name.
-        media: images and audio in their sequences; None if they have none.
+        media: images and audio of their sequences; None if they have none.
 
     Raises:
-        ValueError: a column has another number of rows than there are tokens, sequences or packs.
+        ValueError: the number of rows of a column is not the number of tokens, sequences or packs.
     """
 
     tokens: NDArray[Any]
@@ -105,7 +106,7 @@ class PackRun:
 
     @cached_property
     def token_offsets(self) -> NDArray[np.int64]:
-        """Where each pack begins, and the last one ends: int64 [packs + 1]."""
+        """Start of each pack, and end of the last one: int64 [packs + 1]."""
         return np.append(0, np.cumsum(self.pack_lengths))
 
     @cached_property
@@ -120,40 +121,40 @@ class PackRun:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the arrays take, offsets and columns included."""
+        """Memory of the arrays in bytes, including offsets and columns."""
         arrays = (self.tokens, self.loss_mask, self.seq_starts, self.pack_lengths, self.pack_sequences)
         beside = (column.values for column in self.columns.values())
         return sum(array.nbytes for array in (*arrays, *beside, self.token_offsets, self.sequence_offsets))
 
     @property
     def bounds(self) -> NDArray[np.int64]:
-        """Where each sequence begins among the tokens of all packs, and the last one ends: int64 [sequences + 1]."""
+        """Return the start of each sequence among all tokens, and the end of the last: int64 [sequences + 1]."""
         return np.append(self.seq_starts + np.repeat(self.token_offsets[:-1], self.pack_sequences), len(self.tokens))
 
     def sequence_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each sequence of all packs, in order: int64 [sum of sequence counts]."""
+        """Return the number of tokens in each sequence of all packs, in order: int64 [sum of sequence counts]."""
         return np.diff(self.bounds)
 
     def sums_by_pack(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums of the values of each pack's sequences: int64 [packs]."""
+        """Return the sums of the values of each pack's sequences: int64 [packs]."""
         sums: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(values))[self.sequence_offsets])
         return sums
 
     def padded_lengths(self, multiple: int) -> NDArray[np.int64]:
-        """Positions that each pack takes with its sequences rounded up to a multiple (rule P5): int64 [packs]."""
+        """Return the size of each pack with its sequences rounded up to a multiple (rule P5): int64 [packs]."""
         return self.sums_by_pack(-(-self.sequence_lengths() // multiple) * multiple)
 
     def rows_by_pack(self, per: Per) -> NDArray[np.int64]:
-        """How many rows each pack has in a column: int64 [packs]."""
+        """Return the number of rows of each pack in a column: int64 [packs]."""
         ones = np.ones_like(self.pack_lengths)
         return {"token": self.pack_lengths, "sequence": self.pack_sequences, "pack": ones}[per]
 
     def pack(self, index: int) -> Pack:
-        """Pack ``index`` of the run, with its columns, images and audio.
+        """Return pack ``index`` of the run, with its columns, images and audio.
 
-        Ids and mask are read-only views, boundaries are a copy.
+        Ids and mask are read-only views; boundaries are a copy.
         """
-        if len(self) == 1 and index == 0:  # the runs of readers that read one pack: offsets need not be summed up
+        if len(self) == 1 and index == 0:  # a run of one pack: offsets need no sums
             start, stop, first, last = 0, len(self.tokens), 0, len(self.seq_starts)
         else:
             start, stop = self.token_offsets[index : index + 2].tolist()
@@ -172,7 +173,7 @@ class PackRun:
         return pack
 
     def subrun(self, first: int, last: int) -> PackRun:
-        """Packs ``[first, last)`` as views. Its ``unplaced`` is 0: the whole run counts those values."""
+        """Return packs ``[first, last)`` as views. Its ``unplaced`` is 0, because the whole run counts those values."""
         tokens = slice(*self.token_offsets[[first, last]].tolist())
         sequences, packs = slice(*self.sequence_offsets[[first, last]].tolist()), slice(first, last)
         return PackRun(
@@ -189,15 +190,15 @@ class PackRun:
     def of_pack(
         cls, tokens: NDArray[Any], loss_mask: NDArray[Any], seq_starts: NDArray[Any], columns: Columns | None = None
     ) -> PackRun:
-        """One pack as a run."""
+        """Return one pack as a run."""
         counts = np.array([len(tokens), len(seq_starts)])
         return cls(tokens, loss_mask, seq_starts, counts[:1], counts[1:], columns=columns or {})
 
     @classmethod
     def joined(cls, runs: Sequence[PackRun]) -> PackRun:
-        """Copy the packs of one or more runs into one.
+        """Copy the packs of one or more runs into a new run.
 
-        ValueError: the runs differ in their columns, or only some of them have images and audio.
+        ValueError: the runs have different columns, or only some of them have images and audio.
         """
         specs = {name: column.spec for name, column in runs[0].columns.items()}
         if any({name: column.spec for name, column in run.columns.items()} != specs for run in runs):
@@ -215,7 +216,7 @@ class PackRun:
         return cls(**arrays, unplaced=unplaced, columns=columns, media=RunMedia.joined(media) if media else None)
 
 
-# ---- packs of other people ----
+# ---- packs from other formats ----
 
 
 def checked_run(
@@ -226,20 +227,20 @@ def checked_run(
     token_dtype: Any = None,
     mask_dtype: Any = None,
 ) -> PackRun:
-    """A run of packs, checked against every rule, its mask label-aligned.
+    """Check a run of packs against every rule, and align its mask with labels.
 
     Args:
-        path: of the file, for errors.
+        path: path of the file, for errors.
         first_pack: number of the first of these packs in the file, for errors.
-        run: its arrays may hold anything, integers of any kind, and booleans and floats in the mask. Nothing is cast
-            before it is known to fit, no sum overflows, and nothing outside the arrays is read. Columns stay as they
-            are.
-        mask_alignment: of its loss mask.
-        token_dtype: of the ids in the result, uint16 or int32; None keeps uint16 and makes all else int32.
-        mask_dtype: of the mask in the result, uint8 or float32; None makes floats float32 and all else uint8.
+        run: its arrays may hold anything: integers of any kind, and booleans and floats in the mask. Nothing is cast
+            before it is known to fit, no sum overflows, and nothing outside the arrays is read. Columns stay unchanged.
+        mask_alignment: alignment of its loss mask.
+        token_dtype: dtype of the resulting ids, uint16 or int32; None keeps uint16 and converts all others to int32.
+        mask_dtype: dtype of the resulting mask, uint8 or float32; None converts floats to float32 and all others to
+            uint8.
 
     Raises:
-        SequenceError: a rule is broken, with the number of the pack.
+        SequenceError: a pack breaks a rule; the error has its number.
         FormatError: the arrays' lengths contradict each other, so that no single pack is wrong.
     """
     try:
@@ -261,7 +262,7 @@ def checked_run(
             f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {expected};"
             f" found {len(ids)}, {len(mask)} and {len(starts)}"
         ) from None
-    if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
+    if breach is not None and breach[0][0] != "P6":  # P6, a mask set at the end of a sequence, is corrected below
         raise SequenceError(path, first_pack + breach[0][1], breach[1])
     ids, mask = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False)
     if mask_alignment == "rolled-right" and (pack := first_true(mask[np.cumsum(lengths) - lengths] != 0)) is not None:
@@ -274,7 +275,7 @@ def checked_run(
 def checked_pack(
     path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **options: Any
 ) -> PackRun:
-    """``checked_run`` of one pack, whose number is for errors. SequenceError where it breaks a rule."""
+    """Call ``checked_run`` for one pack; its number is for errors. SequenceError: it breaks a rule."""
     try:
         ids, mask, starts = map(plain_array, (input_ids, loss_mask, starts))
     except ValueError as error:
@@ -286,16 +287,16 @@ def checked_pack(
 
 
 def require_same_length(path: str, pack: int, **lengths: int) -> None:
-    """SequenceError unless these arrays of a pack, of which the lengths are given by name, are equally long."""
+    """Raise SequenceError unless these arrays of a pack, whose lengths are given by name, are equally long."""
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{length} in {name}" for name, length in lengths.items())
         raise SequenceError(path, pack, f"{found}; they have one entry a token each")
 
 
 def label_aligned(run: PackRun, alignment: MaskAlignment) -> PackRun:
-    """A run that keeps the rules, with its mask label-aligned; what has no place in that is counted as ``unplaced``.
+    """Align the mask of a valid run with labels. Values without a position are counted as ``unplaced``.
 
-    The given mask is never written to.
+    The given mask is not modified.
     """
     starts, ends = run.bounds[:-1], run.bounds[1:] - 1
     mask = given = run.loss_mask
@@ -309,35 +310,35 @@ def label_aligned(run: PackRun, alignment: MaskAlignment) -> PackRun:
 
 
 def run_of_sequences(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRun:
-    """Sequences of these lengths, which lie end to end, as packs of one sequence, each trained as a whole."""
+    """Return contiguous sequences of these lengths as packs of one sequence each, with all tokens trained."""
     ones, mask = np.ones_like(lengths), np.ones(len(tokens), np.uint8)
-    mask[np.cumsum(lengths) - 1] = 0  # nothing is predicted at a sequence's end
+    mask[np.cumsum(lengths) - 1] = 0  # nothing is predicted at the end of a sequence
     return PackRun(tokens, mask, ones - 1, lengths, ones)
 
 
 def has_weights(mask: NDArray[Any]) -> bool:
-    """Whether a loss mask has values other than 0 and 1."""
+    """Return whether a loss mask has values other than 0 and 1."""
     return mask.dtype.kind == "f" and not bool(((mask == 0) | (mask == 1)).all())
 
 
 def first_true(values: NDArray[np.bool_]) -> int | None:
-    """The index of the first true value; None where there is none."""
+    """Return the index of the first true value, or None."""
     at = int(values.argmax()) if len(values) else 0
     return at if len(values) and values[at] else None
 
 
-# ---- a shard in windows ----
+# ---- iterating over a shard in windows ----
 
 
 def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
-    """How many tokens, with their token columns, take the memory of ``tokens`` tokens without any; at least one."""
+    """Return how many tokens with token columns use the memory of ``tokens`` tokens without columns; at least 1."""
     return max(1, 8 * tokens // (8 + sum(spec.row_nbytes for spec in columns.values() if spec.per == "token")))
 
 
 def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:
-    """Cut packs into runs of at most ``tokens`` tokens, or of one longer pack; yields first pack and last + 1 of each.
+    """Divide packs into runs of at most ``tokens`` tokens, or one longer pack. Yields first pack and last + 1 of each.
 
-    ``token_offsets`` [packs + 1] says where each pack begins, and the last one ends.
+    ``token_offsets`` [packs + 1] has the start of each pack, and the end of the last one.
     """
     first, packs = 0, len(token_offsets) - 1
     while first < packs:
@@ -347,26 +348,25 @@ def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterato
 
 
 def count_fitting(offsets: NDArray[Any], max_size: int) -> int:
-    """How many packs, counted from the first one, hold at most ``max_size`` tokens (or sequences) together.
+    """Return how many of the first packs have at most ``max_size`` tokens (or sequences) together.
 
-    ``offsets`` [packs + 1] says where each pack begins in tokens (or sequences), and the last one ends.
+    ``offsets`` [packs + 1] has the start of each pack in tokens (or sequences), and the end of the last one.
     """
     return min(int(np.searchsorted(offsets, offsets[0] + max_size, side="right")), len(offsets)) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Consecutive packs of a shard: their offsets are in memory, ids and masks are read by ``content``.
+    """Consecutive packs of a shard. Their offsets are in memory; ``content`` reads ids and masks.
 
     Attributes:
-        files: of the shard that the packs are of.
-        first_pack: number of the first pack in the shard; ``first_token``, ``first_sequence`` likewise of its tokens
-            and sequences.
-        pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
+        files: open files of the shard.
+        first_pack: number of the first pack in the shard; ``first_token`` and ``first_sequence`` likewise.
+        pack_bounds: start of each pack and end of the last, in tokens of the window: int64 [packs + 1].
         sequence_offsets: the same in sequences of the window: int64 [packs + 1].
-        bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
+        bounds: start of each sequence and end of the last, in tokens of the window: int64 [sequences + 1].
         columns: columns of these packs, by name.
-        media: images and audio in their sequences; None if they were not asked for.
+        media: images and audio of their sequences; None if they were not requested.
     """
 
     files: OpenFiles
@@ -384,25 +384,25 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens its packs hold."""
+        """Number of tokens in its packs."""
         return int(self.pack_bounds[-1])
 
     def content(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and label-aligned mask, each [tokens]: views where the shard is mapped, else read now."""
+        """Return ids and label-aligned mask, each [tokens]: views if the shard is mapped, else read now."""
         tokens = slice(self.first_token, self.first_token + self.num_tokens)
         return self.files.tokens[tokens], self.files.loss[tokens]
 
     def starts(self) -> NDArray[np.int64]:
-        """Where each sequence begins in its pack, int64 [sequences]."""
+        """Return the start of each sequence in its pack, int64 [sequences]."""
         return self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
 
     def run(self) -> PackRun:
-        """The packs as a run; reads ids and masks."""
+        """Read ids and masks, and return the packs as a run."""
         lengths, sequences = np.diff(self.pack_bounds), np.diff(self.sequence_offsets)
         return PackRun(*self.content(), self.starts(), lengths, sequences, columns=self.columns, media=self.media)
 
     def locate(self, sequence: int) -> tuple[int, int]:
-        """Number in the shard of the pack that a sequence of the window is in, and its number in that pack."""
+        """Return the number in the shard of the pack that has a sequence of the window, and its number in that pack."""
         pack = int(np.searchsorted(self.sequence_offsets, sequence, "right")) - 1
         return self.first_pack + pack, sequence - int(self.sequence_offsets[pack])
 
@@ -415,16 +415,17 @@ def windows(
     stop: int | None = None,
     media: ShardMedia | None = None,
 ) -> Iterator[Window]:
-    """Packs of a shard, in order, in windows of bounded size.
+    """Yield packs of a shard, in order, in windows of bounded size.
 
     Args:
-        files: of the shard, opened with any backend; with ``pread`` no page of it is mapped.
-        tokens: the most tokens of a window, or fewer with columns of tokens (``fewer_tokens``); a longer pack is a
-            window of its own. None for ``WINDOW_TOKENS``.
-        columns: those that the windows carry.
+        files: open files of the shard, with any backend; with ``pread``, no page of it is mapped.
+        tokens: maximum number of tokens in a window, reduced if there are columns of tokens (``fewer_tokens``); a
+            longer pack is a separate window. None for ``WINDOW_TOKENS``.
+        columns: columns to include in the windows.
         first: the first pack.
-        stop: the pack behind the last; None, or more than there are, for all packs from ``first`` on.
-        media: images and audio of the shard, if the windows are to carry them.
+        stop: the end of the range of packs (exclusive); None, or a larger number than there are, for all packs from
+            ``first`` on.
+        media: images and audio of the shard, if the windows are to include them.
 
     Raises:
         FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
@@ -432,7 +433,7 @@ def windows(
     files.check_ends()
     stop = files.num_packs if stop is None else min(stop, files.num_packs)
     tokens = fewer_tokens(tokens or WINDOW_TOKENS, {name: column.spec for name, column in columns.items()})
-    # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
+    # Twice the average number of packs that fit: reading more offsets per window takes longer than reading its tokens.
     step = 1 + 2 * tokens * files.num_packs // max(1, files.num_tokens)
     while first < stop:
         window = read_window(files, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns, media)
@@ -448,7 +449,7 @@ def read_window(
     columns: OpenColumns = _NONE,
     media: ShardMedia | None = None,
 ) -> Window:
-    """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
+    """Read as many of the packs ``[first, stop)`` as fit in a window, at least one. See ``windows`` for errors."""
     stop = min(stop, files.num_packs)
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
     max_tokens = WINDOW_TOKENS if tokens is None else tokens
@@ -477,7 +478,7 @@ def read_window(
 
 
 def nbytes_of_run(run: PackRun) -> int:
-    """Bytes that the tokens, masks, starts and columns of a run take in the files of a shard."""
+    """Return the number of bytes of a run's tokens, masks, starts and columns in the files of a shard."""
     columns = sum(column.values.nbytes for column in run.columns.values())
     return run.tokens.nbytes + run.loss_mask.nbytes + 4 * len(run.seq_starts) + columns
 
@@ -485,13 +486,15 @@ def nbytes_of_run(run: PackRun) -> int:
 def checked_runs(
     files: OpenFiles, columns: OpenColumns, advance: Advance, media: ShardMedia | None = None
 ) -> Iterator[PackRun]:
-    """All packs of a shard, with columns, images and audio; each file is held to its checksum.
+    """Yield all packs of a shard, with columns, images and audio. Each file is checked against its checksum.
 
-    Encoded files of images and audio are not read here: each is held to its hash when it is (``ShardMedia.data``).
+    Encoded images and audio are not read here. Each is checked against its hash when it is read (``ShardMedia.data``).
 
-    The checksums of local indexes and starts are compared before the first run, all others behind the last. ``advance``
-    is called with the bytes that were read since the last call. CorruptShardError: a file does not have its checksum
-    (F3, of a column C7, of ``.media.items`` M13), or the offsets break O1 or O2.
+    The checksums of local indexes and starts are compared before the first run, all others after the last. ``advance``
+    is
+    called with the bytes that were read since the last call. CorruptShardError: a file does not match its checksum (F3,
+    C7
+    for a column, M13 for ``.media.items``), or the offsets break O1 or O2.
     """
     files.check_ends()
     paths, header = files.paths, files.header
@@ -513,7 +516,7 @@ def checked_runs(
             stream.update(values)
         advance(nbytes_of_run(run))
         yield run
-        del run, rows, values  # before the next are read, into the same memory
+        del run, rows, values  # before the next are read into the same memory
     for path, (rule, checksum) in expected.items():
         _require_checksum(paths, path, rule, hashes[path].checksum(), checksum)
 
@@ -521,9 +524,9 @@ def checked_runs(
 def require_checksums(
     files: OpenFiles, columns: OpenColumns, advance: Advance, media: ShardMedia | None = None
 ) -> None:
-    """Read all bytes of a shard, with columns and items of images and audio, and hold them to their checksums.
+    """Read all bytes of a shard, including columns and media items, and compare their checksums.
 
-    Arguments and errors are those of ``checked_runs``. This is for verbs that read a shard in another order than it is
+    See ``checked_runs`` for arguments and errors. This is for commands that read a shard in another order than it is
     stored in: a checksum covers a whole file, in its order.
     """
     for _ in checked_runs(files, columns, advance, media):
@@ -531,12 +534,12 @@ def require_checksums(
 
 
 def nbytes_of(header: Header) -> int:
-    """Bytes of a shard's five files, without the header of ``.seq.idx``."""
+    """Return the size of a shard's five files in bytes, without the header of ``.seq.idx``."""
     return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
 def nbytes_to_check(files: OpenFiles, columns: OpenColumns) -> int:
-    """How many bytes ``checked_runs`` reads."""
+    """Return the number of bytes that ``checked_runs`` reads."""
     return nbytes_of(files.header) + sum(len(column) * column.spec.row_nbytes for column in columns.values())
 
 

@@ -1,6 +1,6 @@
-"""Images and audio of a run of packs: where they stand in its sequences, and the encoded files that they show.
+"""Images and audio of a run of packs: their positions in its sequences, and their encoded files.
 
-Inside a run, an item is found by its sequence, not by its pack: so sequences can be put into other packs as they are.
+In a run, an item belongs to its sequence, not to its pack, so sequences can be moved to other packs unchanged.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ class Blobs(Protocol):
     def __len__(self) -> int: ...
 
     def nbytes(self, number: int) -> int:
-        """The size of one, which is not read for it."""
+        """Return the size of a file without reading it."""
         ...
 
     def data(self, number: int) -> bytes | memoryview:
-        """The bytes of one, checked against ``hash``."""
+        """Return the bytes of a file, checked against ``hash``."""
         ...
 
     def hash(self, number: int) -> bytes:
-        """The hash of one (``blob_hash``), by which equal ones are found."""
+        """Return the hash of a file (``blob_hash``), which identifies equal files."""
         ...
 
 
 class BlobsInMemory(list[bytes | memoryview]):
-    """Encoded files that are in memory already, as they were given: equal ones may be there more than once."""
+    """Encoded files in memory, as they were given. Equal ones may occur more than once."""
 
     def nbytes(self, number: int) -> int:
-        """The size of one."""
+        """Return the size of a file."""
         return len(self[number])
 
     def data(self, number: int) -> bytes | memoryview:
-        """The bytes of one."""
+        """Return the bytes of a file."""
         return self[number]
 
     def hash(self, number: int) -> bytes:
-        """The hash of one."""
+        """Return the hash of a file."""
         return blob_hash(self[number])
 
 
 class JoinedBlobs:
-    """Encoded files of several sources, numbered through."""
+    """Encoded files of several sources, numbered consecutively."""
 
     def __init__(self, parts: Sequence[Blobs]) -> None:
         self._parts, self.begins = parts, [0, *accumulate(map(len, parts))]
@@ -70,23 +70,25 @@ class JoinedBlobs:
         return self._parts[part], number - self.begins[part]
 
     def nbytes(self, number: int) -> int:
-        """The size of one."""
+        """Return the size of a file."""
         blobs, own = self._at(number)
         return blobs.nbytes(own)
 
     def data(self, number: int) -> bytes | memoryview:
-        """The bytes of one, checked against ``hash``."""
+        """Return the bytes of a file, checked against ``hash``."""
         blobs, own = self._at(number)
         return blobs.data(own)
 
     def hash(self, number: int) -> bytes:
-        """The hash of one."""
+        """Return the hash of a file."""
         blobs, own = self._at(number)
         return blobs.hash(own)
 
 
 class BlobTable:
-    """Numbers of blobs by their hashes, from 0 in the order in which they are added. A blob takes 24 to 32 bytes.
+    """Numbers of blobs by their hashes, from 0 in the order in which they are added.
+
+    Memory is 24 to 32 bytes per blob.
 
     Example:
         >>> table = BlobTable()
@@ -94,7 +96,7 @@ class BlobTable:
         (0, 1, 0, 2)
     """
 
-    # Open addressing: a slot holds a number + 1, or 0. At most half of the slots are taken.
+    # Open addressing: a slot holds a number + 1, or 0. At most half of the slots are used.
     def __init__(self) -> None:
         self._slots, self._hashes = array("I", bytes(4 << 10)), bytearray()
 
@@ -102,7 +104,7 @@ class BlobTable:
         return len(self._hashes) // HASH_NBYTES
 
     def hash(self, number: int) -> bytes:
-        """The hash of the blob with this number."""
+        """Return the hash of the blob with this number."""
         return bytes(self._hashes[number * HASH_NBYTES : (number + 1) * HASH_NBYTES])
 
     def _slot(self, hashed: bytes) -> int:
@@ -113,7 +115,7 @@ class BlobTable:
         return slot
 
     def number(self, hashed: bytes) -> int:
-        """The number of the blob with this hash, which is added if it is new. OverflowError: there are too many."""
+        """Return the number of the blob with this hash; add it if it is new. OverflowError: there are too many."""
         slot = self._slot(hashed)
         if not self._slots[slot]:
             if len(self) >= _MOST_IN_TABLE:
@@ -132,7 +134,7 @@ class BlobTable:
 
 
 class CollectedBlobs:
-    """Encoded files that are numbered one by one, each once. Only their hashes are kept, for who wants items alone."""
+    """Encoded files with one number per distinct file. Keeps only their hashes, for callers that need only items."""
 
     def __init__(self) -> None:
         self._table = BlobTable()
@@ -141,18 +143,18 @@ class CollectedBlobs:
         return len(self._table)
 
     def hash(self, number: int) -> bytes:
-        """The hash of one."""
+        """Return the hash of a file."""
         return self._table.hash(number)
 
     def add(self, hashed: bytes, data: bytes) -> int:
-        """The number of the file with this hash, which is kept if it is new."""
+        """Return the number of the file with this hash; keep it if it is new."""
         known = len(self._table)
         if (number := self._table.number(hashed)) == known:
             self._keep(data)
         return number
 
     def _keep(self, data: bytes) -> None:
-        """Keep the bytes of a new file, for who wants these too."""
+        """Keep the bytes of a new file; subclasses implement this."""
 
 
 class KeptBlobs(CollectedBlobs):
@@ -166,19 +168,19 @@ class KeptBlobs(CollectedBlobs):
         self._files.append(data)
 
     def nbytes(self, number: int) -> int:
-        """The size of one."""
+        """Return the size of a file."""
         return len(self._files[number])
 
     def data(self, number: int) -> bytes:
-        """The bytes of one."""
+        """Return the bytes of a file."""
         return self._files[number]
 
 
 class SpilledBlobs(CollectedBlobs):
-    """Encoded files that are kept in a temporary file, which has no name and is gone when this is closed.
+    """Encoded files in a temporary file, which has no name and is deleted when this object is closed.
 
     Args:
-        folder: on the file system that is to hold the file; None for the system's folder of temporary files.
+        folder: a folder on the file system for the file; None for the system's folder of temporary files.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -193,11 +195,11 @@ class SpilledBlobs(CollectedBlobs):
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
-        """Bytes of each file, uint64 [files]."""
+        """Return the size of each file in bytes, uint64 [files]."""
         return np.diff(np.array(self._ends, np.int64)).astype(np.uint64)
 
     def data(self, number: int) -> bytes:
-        """The bytes of one. OSError: the temporary file cannot be read."""
+        """Return the bytes of a file. OSError: the temporary file cannot be read."""
         begin, end = self._ends[number], self._ends[number + 1]
         self._file.seek(begin)
         data = self._file.read(end - begin)
@@ -206,7 +208,7 @@ class SpilledBlobs(CollectedBlobs):
         return data
 
     def close(self) -> None:
-        """Give the disk space back."""
+        """Free the disk space."""
         self._file.close()
 
 
@@ -215,7 +217,7 @@ class RunMedia:
     """Items of the sequences of a run.
 
     Attributes:
-        counts: how many items each sequence has, int64 [sequences].
+        counts: number of items of each sequence, int64 [sequences].
         items: the items, in order; ``starts`` are counted from the first token of the sequence.
         blobs: the files that they show.
     """
@@ -229,7 +231,7 @@ class RunMedia:
 
     @classmethod
     def none(cls, num_sequences: int) -> RunMedia:
-        """No items, of so many sequences."""
+        """Return an object without items, for this many sequences."""
         empty = np.empty(0, np.uint32)
         items = Items(empty, empty, np.empty(0, np.uint8), empty)
         return cls(np.zeros(num_sequences, np.int64), items, BlobsInMemory())
@@ -243,31 +245,31 @@ class RunMedia:
         seq_starts: NDArray[np.int64],
         blobs: Blobs,
     ) -> RunMedia:
-        """The items of some packs, by sequence.
+        """Return the items of several packs, by sequence.
 
         Args:
-            items: in order; ``starts`` are counted from the first token of the pack.
-            packs: which of these packs each item is in, ascending, int64 [items].
-            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1], the first 0.
-            seq_starts: where each sequence begins in its pack, int64 [sequences].
+            items: the items in order; ``starts`` are counted from the first token of the pack.
+            packs: number of each item's pack, ascending, int64 [items].
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
+            seq_starts: start of each sequence in its pack, int64 [sequences].
             blobs: the files that the items show.
         """
-        # Sequences and items as one ascending number each: the pack, then the place in it.
+        # Sequences and items as one ascending number each: the pack, then the position in it.
         counts = np.diff(sequence_offsets)
         keys = (np.repeat(np.arange(len(counts)), counts) << 32) + seq_starts
         sequences = np.searchsorted(keys, (packs << 32) + items.starts.astype(np.int64), "right") - 1
-        # Below 0 only if the first pack does not begin with a sequence: such packs are damaged, and refused elsewhere.
+        # Below 0 only if the first pack does not begin with a sequence. Such packs are damaged, and rejected elsewhere.
         sequences = np.maximum(sequences, 0)
         by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
         starts = (items.starts.astype(np.int64) - seq_starts[sequences]).astype(np.uint32)
         return cls(by_sequence, items._replace(starts=starts), blobs)
 
     def starts_in_packs(self, seq_starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """First position of each item in its pack, int64 [items]; the sequences begin at ``seq_starts`` there."""
+        """Return the first position of each item in its pack, int64 [items], given the starts of the sequences."""
         return np.repeat(seq_starts, self.counts) + self.items.starts.astype(np.int64)
 
     def file_sizes(self) -> NDArray[np.int64]:
-        """Bytes of the file of each item, int64 [items]."""
+        """Return the size of each item's file in bytes, int64 [items]."""
         sizes = {number: self.blobs.nbytes(number) for number in np.unique(self.items.blobs).tolist()}
         return np.array([sizes[number] for number in self.items.blobs.tolist()], np.int64)
 
@@ -277,19 +279,19 @@ class RunMedia:
         return np.append(0, np.cumsum(self.counts))
 
     def subrun(self, sequences: slice) -> RunMedia:
-        """The items of consecutive sequences, as views."""
+        """Return the items of consecutive sequences, as views."""
         first, last = self.offsets[[sequences.start, sequences.stop]].tolist()
         return RunMedia(self.counts[sequences], Items(*(each[first:last] for each in self.items)), self.blobs)
 
     def in_pack(self, sequences: slice, seq_starts: NDArray[np.int64]) -> list[MediaItem]:
-        """The items of the sequences of one pack, in order, each with its encoded file.
+        """Return the items of one pack's sequences, in order, each with its encoded file.
 
         Args:
-            sequences: which sequences of the run these are.
-            seq_starts: where each of them begins in the pack, int64 [sequences].
+            sequences: the pack's sequences in the run.
+            seq_starts: start of each of them in the pack, int64 [sequences].
 
         Raises:
-            CorruptShardError: a file of a shard does not have its hash (M11).
+            CorruptShardError: a file of a shard does not match its hash (M11).
         """
         own = self.subrun(sequences)
         starts = own.starts_in_packs(seq_starts)
@@ -297,18 +299,18 @@ class RunMedia:
         return [MediaItem(KIND_NAMES[code], start, size, self.blobs.data(blob)) for start, size, code, blob in each]
 
     def taken(self, sequences: NDArray[np.int64]) -> RunMedia:
-        """Copies of the items of some sequences, in the order that is given."""
+        """Return copies of the items of several sequences, in the given order."""
         counts = self.counts[sequences]
         ends = np.cumsum(counts)
         chosen = np.arange(ends[-1] if len(ends) else 0) + np.repeat(self.offsets[sequences] - ends + counts, counts)
         return RunMedia(counts, Items(*(each[chosen] for each in self.items)), self.blobs)
 
     def cut(self, begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> RunMedia:
-        """The items inside a cut of each sequence, counted from its first token.
+        """Return the items inside a cut of each sequence, counted from the first token of the cut.
 
         Args:
-            begins: where in each sequence its cut begins, int64 [sequences].
-            lengths: tokens of each cut, [sequences].
+            begins: start of the cut in each sequence, int64 [sequences].
+            lengths: number of tokens of each cut, [sequences].
         """
         sequences, starts, ends = self._in_cuts(begins)
         kept = (starts >= 0) & (ends <= lengths[sequences])
@@ -318,21 +320,24 @@ class RunMedia:
         return RunMedia(np.bincount(sequences[kept], minlength=len(self.counts)), items, self.blobs)
 
     def are_parted(self, begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Whether an item of each sequence lies only in part in its cut, bool [sequences]; arguments as of ``cut``."""
+        """Return whether each sequence has an item only partly inside its cut, bool [sequences].
+
+        Arguments as in ``cut``.
+        """
         sequences, starts, ends = self._in_cuts(begins)
         limits = lengths[sequences]
         parted = ((starts < 0) & (ends > 0)) | ((starts < limits) & (ends > limits))
         return np.bincount(sequences[parted], minlength=len(self.counts)) > 0
 
     def _in_cuts(self, begins: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of each item its sequence, and its first position and the one behind its last, counted from the cut."""
+        """Return each item's sequence, its first position, and its end, both counted from the cut."""
         sequences = np.repeat(np.arange(len(self.counts)), self.counts)
         starts = self.items.starts.astype(np.int64) - begins[sequences]
         return sequences, starts, starts + self.items.lengths
 
     @classmethod
     def joined(cls, runs: Sequence[RunMedia]) -> RunMedia:
-        """Copy the items of one or more runs into one."""
+        """Copy the items of one or more runs into a new object."""
         distinct = {id(run.blobs): run.blobs for run in runs}
         blobs = runs[0].blobs if len(distinct) == 1 else JoinedBlobs([*distinct.values()])
         begins = dict(zip(distinct, blobs.begins, strict=False)) if isinstance(blobs, JoinedBlobs) else {}
@@ -355,22 +360,22 @@ class RunItems:
         self._media, self._begins = media, begins
 
     def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
-        """The items of some sequences, which are those of the run as a whole.
+        """Return the items of several sequences, which must be complete sequences of the run.
 
         Args:
-            starts: position of the first token of each, int64 [sequences].
-            lengths: how many tokens each has, int64 [sequences].
+            starts: position of the first token of each sequence, int64 [sequences].
+            lengths: number of tokens of each sequence, int64 [sequences].
 
         Returns:
-            For each item the number of its sequence, int64 [items]; and the items, whose ``starts`` are counted from
-            the first token of the sequence.
+            The number of each item's sequence, int64 [items]; and the items, whose ``starts`` are counted from the
+            first token of the sequence.
         """
         chosen = self._media.taken(np.searchsorted(self._begins, starts))
         return np.repeat(np.arange(len(starts)), chosen.counts), chosen.items
 
     def bytes_of_each(self, numbers: Sequence[int]) -> dict[int, bytes | memoryview]:
-        """Encoded files by number."""
+        """Return encoded files by number."""
         return {number: self._media.blobs.data(number) for number in numbers}
 
     def will_need(self, numbers: Sequence[int]) -> None:
-        """Nothing is read: the files are in memory."""
+        """Do nothing: the files are in memory."""

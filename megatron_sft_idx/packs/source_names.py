@@ -1,8 +1,8 @@
-"""Names of input files: how the column ``source`` names them, and which file a user means by a spelling.
+"""Names of input files: the names in the column ``source``, and the lookup of a file from the user's spelling.
 
-A file has the shortest part of its path that no other file of the job ends with: ``chats.jsonl``, or ``a/train.jsonl``
-and ``b/train.jsonl``. So names are the same wherever the files lie, and never absolute paths. Data that a program
-passes is written to a file in a folder that is removed later, which no name tells.
+A file's name is the shortest end of its path that is unique among the files of the job: ``chats.jsonl``, or
+``a/train.jsonl`` and ``b/train.jsonl``. So names do not depend on the location of the files, and are never absolute
+paths. Data passed by a program is written to a file in a temporary folder, which is not part of the name.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.lines import shortened
 from megatron_sft_idx.storage import is_remote
 
-# Files that the Hugging Face hub gave lie in its cache under the name of their repository, and under its revision.
+# Files from the Hugging Face hub are in its cache, under the name of their repository and under its revision.
 _HUB_FILE = re.compile(r".*/datasets--([^/]+)--([^/]+)/snapshots/[0-9a-f]{40}/(.+)", re.DOTALL)
-# In the name of the folder of data that a program passes, or that comes through a pipe; ``tempfile`` adds the end.
+# Part of the name of the folder for data passed by a program or through a pipe; ``tempfile`` adds the end.
 PASSED_FOLDER = ".rows-"
 _PASSED_FILE = re.compile(rf".*{re.escape(PASSED_FOLDER)}[^/]{{8}}/[^/]+", re.DOTALL)
 _MAX_CHARACTERS = 200
@@ -29,13 +29,13 @@ _MAX_LISTED = 10
 
 
 def shortest_names(paths: Sequence[str]) -> list[str]:
-    """A name for each file: the shortest end of its path, in whole folders, that no other of these paths has.
+    """Return a name for each file: the shortest end of its path, in whole folders, that is unique among these paths.
 
-    Where one path ends with all of another, below the folder that all share, the shorter one is its own name.
+    If one path ends with all of another one (below the folder that all share), the shorter one is its own name.
 
     Args:
-        paths: of all files of a job, no file twice; local ones relative or absolute, or of object stores. Data that a
-            program passes has the name of its file, whatever the others are called.
+        paths: paths of all files of a job without duplicates: local ones, relative or absolute, or in object stores.
+            Data passed by a program gets the name of its file, whatever the names of the others are.
 
     Example:
         >>> shortest_names(["data/a/train.jsonl", "data/b/train.jsonl", "/data/more.jsonl"])
@@ -63,13 +63,13 @@ def shortest_names(paths: Sequence[str]) -> list[str]:
 
 
 def is_passed(path: str) -> bool:
-    """Whether a file holds data that a program passes, or that came through a pipe."""
+    """Return whether a file holds data passed by a program or through a pipe."""
     return _PASSED_FILE.fullmatch(path) is not None
 
 
 def _parts_of(path: str) -> list[str]:
-    """The folders of a whole path, and the name of the file; the name alone of data that a program passes."""
-    text = os.fsencode(path).decode(errors="backslashreplace")  # some names are no text
+    """Return the folders of an absolute path and the file name; only the file name for data passed by a program."""
+    text = os.fsencode(path).decode(errors="backslashreplace")  # some names are not text
     if is_remote(text):
         return [part for part in text.split("/") if part]
     text = os.path.basename(text) if is_passed(text) else os.path.abspath(text)
@@ -79,34 +79,34 @@ def _parts_of(path: str) -> list[str]:
 
 
 def listed_names(spec: ColumnSpec) -> list[str]:
-    """Names of the input files of a column ``source`` by number, for people, as of ``told_apart``."""
+    """Return display names of the input files of a column ``source``, by number. See ``told_apart``."""
     files = spec.metadata.get("files")
     listed: list[Any] = files if isinstance(files, list) else []
-    # Anybody may write anything into the metadata.
+    # The metadata is untrusted.
     return told_apart([str(one["name"] if isinstance(one, dict) and "name" in one else "a file") for one in listed])
 
 
 def told_apart(names: Sequence[str]) -> list[str]:
-    """The names for people: none is very long, and equal ones have their numbers, as ``a.jsonl (0)``."""
+    """Return names for display: long ones are shortened, and equal ones get numbers, such as ``a.jsonl (0)``."""
     names = [shortened(name, _MAX_CHARACTERS) for name in names]
     times = Counter(names)
     return [name if times[name] == 1 else f"{name} ({number})" for number, name in enumerate(names)]
 
 
 def find_name(spelling: str, names: Sequence[str], where: str, paths: Sequence[str] = ()) -> int:
-    """The number of the file that a user means, in every verb and option that takes a file of the input.
+    """Return the number of the file that a user means. All commands and options that take an input file use this.
 
-    A file is meant by its path as in the input, where ``paths`` are known, or by its name. Else it is meant by the end,
-    in whole folders, of its name or path, if no other file has that end. So no folder is ignored that the user wrote.
+    A file matches by its path in the input, if ``paths`` are known, or by its name. Otherwise it matches by the end of
+    its name or path, in whole folders, if no other file has that end. So no folder that the user wrote is ignored.
 
     Args:
-        spelling: what the user wrote.
-        names: of the files, as ``told_apart`` or ``listed_names`` gives them.
-        where: how errors begin.
-        paths: of the files, where the input is at hand.
+        spelling: the user's text.
+        names: names of the files, from ``told_apart`` or ``listed_names``.
+        where: the beginning of errors.
+        paths: paths of the files, if the input is available.
 
     Raises:
-        FormatError: no file is meant, or several: the error lists the names that are nearest.
+        FormatError: no file matches, or several do; the error lists the nearest names.
 
     Example:
         >>> find_name("b/train.jsonl", ["a/train.jsonl", "new/b/train.jsonl"], "--where")
@@ -135,12 +135,12 @@ def find_name(spelling: str, names: Sequence[str], where: str, paths: Sequence[s
 
 
 def find_names(spelling: str, names: Sequence[str], where: str, paths: Sequence[str]) -> list[int]:
-    """The numbers of the files that a user means by a glob or folder of the input, or as of ``find_name``.
+    """Return the numbers of the files for a glob or folder of the input, or for a name as in ``find_name``.
 
-    A path of the input is that file, whatever a glob of its letters would match.
+    A path of the input always means that file, even if it is also a glob.
 
     Raises:
-        FormatError: as of ``find_name``, or a folder or glob is also the name of a file that is not in it.
+        FormatError: see ``find_name``; or a folder or glob is also the name of a file that is not in it.
     """
     folder = spelling.rstrip("/") + "/"
     found = [n for n, path in enumerate(paths) if fnmatch(path, spelling) or path.startswith(folder)]
@@ -153,19 +153,19 @@ def find_names(spelling: str, names: Sequence[str], where: str, paths: Sequence[
 
 
 def _named(spelling: str, names: Sequence[str]) -> list[int]:
-    """The number of the file that has this very name, if one has."""
+    """Return the number of the file with exactly this name, as a list; empty if there is none."""
     texts = spelling, shortened(_normal(spelling), _MAX_CHARACTERS)
     return next(([names.index(text)] for text in texts if names.count(text) == 1), [])
 
 
 def _normal(spelling: str) -> str:
-    """A spelling as names have it: readable, and without ``./`` and the like."""
+    """Normalize a spelling like names: readable, and without parts such as ``./``."""
     text = os.fsencode(spelling).decode(errors="backslashreplace")
     return text if is_remote(text) else os.path.normpath(text)
 
 
 def _is_path(spelling: str, path: str) -> bool:
-    """Whether a spelling is the path of a local file, relative or whole."""
+    """Return whether a spelling is the relative or absolute path of a local file."""
     if is_remote(spelling) or is_remote(path):
         return False
     return os.path.abspath(os.path.expanduser(spelling)) == os.path.abspath(path)
@@ -180,7 +180,7 @@ def _two_meanings(text: str, what: str, where: str, name: str) -> FormatError:
 
 
 def _nearest(text: str, names: Sequence[str]) -> Sequence[str]:
-    """The names, of very many those first that are like the text."""
+    """Return the names; if there are very many, the most similar ones first."""
     if len(names) <= _MAX_LISTED:
         return names
     base = os.path.basename(text)

@@ -1,6 +1,6 @@
-"""One shard to many: how its packs are shared out, and how each output is copied.
+"""Split one shard into many: distribute its packs, and copy each output.
 
-An output of a split is a shard of its own; messages and the JSON block call it a part.
+An output of a split is a complete shard. Messages and the JSON block call it a part.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart, require_space
 
-# The names of outputs have five digits, and each output is five files.
+# The names of outputs have five digits, and each output has five files.
 _MAX_OUTPUTS = 99_999
-# Bytes of the two indexes, headers not counted. Each pack adds its length, position and document to .idx, and two
+# Size of the two indexes in bytes, without headers. Each pack adds its length, position and document to .idx, and two
 # offsets to .seq.idx, which may have zeros between its arrays.
 _PACK_NBYTES = idx_nbytes(1) - idx_nbytes(0) + 2 * 8
 _EMPTY_NBYTES = idx_nbytes(0) + 2 * 8 + ARRAY_ALIGNMENT
@@ -39,12 +39,13 @@ _EMPTY_NBYTES = idx_nbytes(0) + 2 * 8 + ARRAY_ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class SplitSize:
-    """How large the outputs of a split are; exactly one of these is given.
+    """The size of the outputs of a split. Exactly one of these is given.
 
     Attributes:
-        packs: the most packs an output has; all but the last have so many.
-        nbytes: the most bytes the files of an output have, headers not counted; a larger pack is an output of its own.
-        shards: how many outputs. Their packs differ in number by one at most; with fewer packs, some are empty.
+        packs: number of packs in each output except the last, which may have fewer.
+        nbytes: maximum size of an output's files in bytes, without headers; a larger pack becomes a separate output.
+        shards: number of outputs. Their numbers of packs differ by at most one; with fewer packs than outputs, some are
+            empty.
     """
 
     packs: int | None = None
@@ -58,14 +59,14 @@ class SplitSize:
 
 
 class SplitReport(NamedTuple):
-    """What splitting did: prefixes of the outputs, in order, and how many of these were there already."""
+    """The result of splitting: prefixes of the outputs, in order, and how many of them already existed."""
 
     prefixes: list[str]
     num_kept: int
 
 
 def output_prefix(prefix: str, number: int, outputs: int) -> str:
-    """Prefix of one of several output shards: ``X-00000-of-00012``."""
+    """Return the prefix of one of several output shards: ``X-00000-of-00012``."""
     return f"{prefix}-{number:05d}-of-{outputs:05d}"
 
 
@@ -78,27 +79,27 @@ def split(
     durable: bool = True,
     watch: Watch = unwatched,
 ) -> SplitReport:
-    """Write the packs of one shard, in their order, as shards ``PREFIX-00000-of-00012`` and so on.
+    """Write the packs of one shard, in order, as shards ``PREFIX-00000-of-00012`` and so on.
 
-    The source is read twice: once to hold every byte to its checksum before anything is published, once to copy it.
-    Columns go along, attached ones too, and are written with the outputs; their metadata, such as the files that
-    ``source`` names, stay as they are. All outputs are whole before the first is published: a split that is killed
-    leaves the whole ones in their building folders, and the same split goes on behind them. Outputs of this very split
-    that are published are left as they are. Memory is a few MiB for any number of packs.
+    The source is read twice: once to check every byte against its checksum before anything is published, once to copy
+    it. Columns are copied too, including attached ones, and become written columns of the outputs. Their metadata, such
+    as the files of ``source``, stays unchanged. All outputs are complete before the first is published. A killed split
+    leaves the complete ones in their building folders, and repeating the split continues after them. Published outputs
+    of the same split stay unchanged. Memory is a few MiB for any number of packs.
 
     Args:
         source: prefix of the shard.
-        prefix: what the prefixes of the outputs begin with.
-        size: how many packs, or bytes, an output has, or how many outputs there are.
-        overwrite: replace shards that are at the prefixes of the outputs.
-        durable: False skips fsync, for files that are thrown away anyway.
-        watch: called as the reading begins, with the bytes there are to read.
+        prefix: the beginning of the outputs' prefixes.
+        size: number of packs or bytes of an output, or number of outputs.
+        overwrite: replace existing shards at the prefixes of the outputs.
+        durable: False skips fsync, for temporary files.
+        watch: called when reading begins, with the number of bytes to read.
 
     Raises:
-        ShardNotFoundError: the source, or a column that it lists, is not there.
-        FormatError: something is at the prefix of an output, or outputs of another split are there.
+        ShardNotFoundError: the source, or a column that it lists, does not exist.
+        FormatError: something is at the prefix of an output, or outputs of another split exist.
         CorruptShardError: the source breaks F2, F3, O1, O2 or a rule of columns; nothing is published.
-        OSError: the disk says no. Of this and of any other error nothing is left that this split has written.
+        OSError: an error of the disk. After this or any other error, everything that this split wrote is removed.
     """
     whole = ShardPaths.of(source)
     prefix = ShardPaths.of(prefix).prefix
@@ -134,8 +135,8 @@ def split(
 
 
 def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
-    """OSError (ENOSPC) where there is no room for outputs that are not there yet."""
-    # What a killed split left of the same output is removed.
+    """Raise OSError (ENOSPC) if there is no space for outputs that do not exist yet."""
+    # The remains of the same output from a killed split are removed.
     half_done = [path for output in outputs for path in output.paths.unpublished.present()]
     nbytes = sum(output.nbytes for output in outputs) - sum(map(os.path.getsize, half_done))
     require_space(prefix, nbytes, sum(len(output.paths.all) + 4 for output in outputs))
@@ -159,9 +160,9 @@ def _copy(
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output of a split: the packs ``[first, stop)`` of the shard, which take ``nbytes`` in all files.
+    """One output of a split: the packs ``[first, stop)`` of the shard, with a total size of ``nbytes`` in all files.
 
-    ``columns`` has the names of the shard's columns and their checksums, hex; ``media`` says whether it has images or
+    ``columns`` has the names of the shard's columns and their checksums (hex). ``media`` says whether it has images or
     audio.
     """
 
@@ -181,7 +182,7 @@ class _Output:
         return paths.with_columns(name for name, _ in self.columns).with_media(self.media)
 
     def entry(self) -> dict[str, Any]:
-        """What the JSON block of the output says under ``split``: which packs of which shard it has."""
+        """Return the entry ``split`` of the output's JSON block: which packs of which shard it has."""
         return {
             "shard_id": self.shard_id.hex(),
             "part": self.number,
@@ -192,7 +193,7 @@ class _Output:
         }
 
     def existing_header(self, *, overwrite: bool) -> Header | None:
-        """The header of this very output where it is there, published or set aside; either way it is whole.
+        """Return the header of this same output if it already exists, published or set aside and complete.
 
         FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule.
         """
@@ -213,7 +214,7 @@ class _Output:
 
 
 def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The tokens, then the sequences, of packs ``[first, stop)``: the first, and the one behind the last."""
+    """Return the tokens and the sequences of packs ``[first, stop)``, each as first and end."""
 
     def span(offsets: Array) -> tuple[int, int]:
         return int(offsets[first : first + 1][0]), int(offsets[stop : stop + 1][0])
@@ -222,11 +223,11 @@ def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[
 
 
 def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> list[_Output]:
-    """The outputs in order. FormatError where they are too many."""
+    """Return the outputs in order. FormatError: there are too many."""
     num_packs = shard.header.num_packs
 
     def before(pack: int) -> int:
-        """Bytes of all packs before this one, in all files; of images and audio at most, as equal ones are one."""
+        """Return the bytes of all packs before this one, in all files. Media count as if no two files were equal."""
         (_, tokens), (_, sequences) = _spans(shard, 0, pack)
         rows = {"token": tokens, "sequence": sequences, "pack": pack}
         beside = sum(rows[column.spec.per] * column.spec.row_nbytes for column in columns.values())
@@ -256,7 +257,7 @@ def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> l
 
 
 def _first_packs_by_nbytes(num_packs: int, nbytes: int, before: Callable[[int], int]) -> Iterator[int]:
-    """The first pack of each output of at most ``nbytes`` bytes; ``before`` gives the bytes of all packs before one."""
+    """Yield the first pack of each output of at most ``nbytes`` bytes; ``before`` returns the bytes before a pack."""
     first = 0
     while first < max(num_packs, 1):
         yield first
@@ -266,7 +267,7 @@ def _first_packs_by_nbytes(num_packs: int, nbytes: int, before: Callable[[int], 
 
 
 def refuse_other_splits(prefix: str, count: int) -> None:
-    """FormatError where outputs of a split into another number of shards are: a glob would find both."""
+    """Raise FormatError if outputs of a split into another number of shards exist: a glob would match both."""
     for path in glob.iglob(f"{glob.escape(prefix)}-*-of-*.seq.idx"):
         name = re.fullmatch(r"-\d{5}-of-(\d{5})", path[len(prefix) : -len(".seq.idx")])
         if name and int(name[1]) != count:

@@ -1,8 +1,8 @@
-"""Whole shards copied into local folders, from a disk or an object store; every byte is held to a checksum on the way.
+"""Copy whole shards into local folders, from a disk or an object store. All bytes are checked against checksums.
 
-The files of a shard, columns among them, are published together, ``.seq.idx`` last. What an interrupted copy left in
-its building folder, the next copy of the same shard goes on with. Nothing here looks inside packs or mends a shard.
-Copies into object stores are in ``buckets``.
+The files of a shard, including columns, are published together, ``.seq.idx`` last. The next copy of the same shard
+continues with the files that an interrupted copy left in its building folder. Nothing here looks inside packs or
+repairs a shard. Copies into object stores are in ``buckets``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class Copied(NamedTuple):
-    """What copying a shard did.
+    """The result of copying a shard.
 
-    Bytes of the files that were written, and of those that were at ``prefix`` already, with the right content; how many
-    unfinished uploads of earlier attempts were removed; and notes on what could not be found out, a sentence each.
+    The number of bytes written, and of bytes that were already right at ``prefix``; the number of unfinished uploads of
+    earlier attempts that were removed; and notes on what could not be determined, one sentence each.
     """
 
     prefix: str
@@ -52,11 +52,11 @@ class Copied(NamedTuple):
 
 
 class FileContent(NamedTuple):
-    """What a file of a shard must hold.
+    """The required content of a shard's file.
 
     Attributes:
-        head: the file's first bytes: the header of a column, or of ``.media.items``; empty for every other file.
-        rest: size and checksum of the bytes behind ``head``.
+        head: the file's first bytes: the header of a column or of ``.media.items``; empty for every other file.
+        rest: size and checksum of the bytes after ``head``.
     """
 
     head: bytes
@@ -69,11 +69,11 @@ class FileContent(NamedTuple):
 
     @property
     def checksum(self) -> str:
-        """Hex; of a column that of its header, in which the checksum of the rows stands; else that of the file."""
+        """Checksum (hex) of the file; for a column, of its header, which contains the checksum of the rows."""
         return (self.head[-CHECKSUM_NBYTES:] or self.rest.checksum).hex()
 
     def is_at(self, path: str) -> bool:
-        """Whether a local file has this content; it is read only where the size fits."""
+        """Return whether a local file has this content. It is read only if its size is right."""
         if not os.path.isfile(path) or os.path.islink(path) or os.path.getsize(path) != self.nbytes:
             return False
         is_same_head = read_beginning(path, len(self.head)) == self.head
@@ -81,36 +81,36 @@ class FileContent(NamedTuple):
 
 
 class ContentCheck:
-    """Compares bytes, which come in chunks and in order, with what a file must hold."""
+    """Compares bytes, which arrive in chunks and in order, with the required content of a file."""
 
     def __init__(self, content: FileContent) -> None:
         self._content, self._head, self._rest = content, b"", StreamHash()
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Take the next bytes."""
+        """Process the next bytes."""
         missing = len(self._content.head) - len(self._head)
         self._head += chunk[:missing]
         self._rest.update(chunk[missing:])
 
     def passed(self) -> bool:
-        """Whether all bytes of the file have come, and were right."""
+        """Return whether all bytes of the file have arrived and were right."""
         return self._head == self._content.head and self._rest.digest() == self._content.rest
 
 
 class CopySource:
-    """A shard that is to be copied: all its files are there and have the sizes that its headers say.
+    """A shard to copy. All its files exist and have the sizes given in its headers.
 
     Args:
-        prefix: of the shard, local or remote.
-        beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
+        prefix: prefix of the shard, local or remote.
+        beside: names of the columns whose files are at the prefix (``columns_beside``); None to look for them.
 
     Attributes:
-        paths: of its files, columns included.
+        paths: paths of its files, including columns.
         header: its header, checked.
-        seq_idx: all bytes of its ``.seq.idx``, checked: the header, and 16 bytes for each pack.
-        files: what each file must hold, by suffix, in the order of publication.
-        attached: suffixes of the columns that were attached, which its header does not list.
-        notes: what could not be found out, a sentence each.
+        seq_idx: all bytes of its ``.seq.idx``, checked: the header, and 16 bytes per pack.
+        files: the required content of each file, by suffix, in the order of publication.
+        attached: suffixes of the attached columns, which its header does not list.
+        notes: what could not be determined, one sentence each.
 
     Raises:
         ShardNotFoundError: some of its files are missing.
@@ -162,7 +162,7 @@ class CopySource:
         return sum(content.nbytes for content in self.files.values())
 
     def _columns(self, beside: Collection[str] | None) -> list[str]:
-        """Names of the columns: only the listed ones where the store does not let these credentials list objects."""
+        """Return the names of the columns; only the listed ones if the credentials cannot list objects."""
         try:
             return column_names(self.paths, self.header, beside)
         except StorageError as error:
@@ -170,7 +170,7 @@ class CopySource:
             return sorted(listed_columns(self.header.metadata))
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
-        """The bytes of one file from ``offset`` on, not checked."""
+        """Yield the bytes of one file from ``offset`` on, unchecked."""
         if self._objects:
             store = open_store(self.paths.prefix)[0]
             yield from read_ahead(store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
@@ -181,7 +181,7 @@ class CopySource:
                 yield chunk
 
     def corrupt(self, suffix: str) -> CorruptShardError:
-        """The error about a file that does not hold what it must (rule F3, of a column C7, of media M13)."""
+        """Return the error about a file with wrong content (rule F3, C7 for a column, M13 for media)."""
         content = self.files[suffix]
         expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
         detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
@@ -190,10 +190,10 @@ class CopySource:
 
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
-    """Bytes of those files of a shard that are there, for progress. ``beside`` is as for ``CopySource``."""
+    """Return the size of a shard's existing files in bytes, for progress. See ``CopySource`` for ``beside``."""
     if beside is None:
         beside = ()
-        with contextlib.suppress(StorageError):  # these credentials may not list objects
+        with contextlib.suppress(StorageError):  # the credentials may not be able to list objects
             beside = columns_beside([prefix])[prefix]
     paths = ShardPaths.of(prefix).with_columns(beside).with_media()
     sizes = [info.nbytes for info in _objects(paths).values()] if is_remote(prefix) else _local_sizes(paths).values()
@@ -205,15 +205,15 @@ def _local_sizes(paths: ShardPaths) -> dict[str, int]:
 
 
 def _objects(paths: ShardPaths) -> dict[str, ObjectInfo]:
-    """The objects of a shard that are there, by suffix."""
+    """Return the existing objects of a shard, by suffix."""
     infos = request_pool().map(object_at, paths.all)
     return {path.removeprefix(paths.prefix): info for path, info in zip(paths.all, infos, strict=True) if info}
 
 
 def destinations(prefixes: Sequence[str], target: str) -> list[str]:
-    """The prefix that each shard is copied to: in the folder ``target``, or ``target`` itself where that is no folder.
+    """Return the target prefix of each shard: in the folder ``target``, or ``target`` itself if it is not a folder.
 
-    FormatError: several shards would go to one prefix.
+    FormatError: several shards would have the same target.
     """
     if not target.endswith("/") and (is_remote(target) or not os.path.isdir(target)):
         if len(prefixes) == 1:
@@ -229,9 +229,9 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
 def check_destinations(
     prefixes: Sequence[str], targets: Sequence[str], beside: Mapping[str, Collection[str]], *, overwrite: bool
 ) -> None:
-    """Check all local targets before the first shard is copied. FormatError where one may not be written.
+    """Check all local targets before the first shard is copied. FormatError: one cannot be written.
 
-    ``beside`` is as for ``CopySource``, for each prefix.
+    ``beside`` has the value for ``CopySource`` for each prefix.
     """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(
@@ -252,22 +252,22 @@ def check_destinations(
 def download(
     source: CopySource, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
-    """Copy a shard to a local prefix. What is there already with the right checksum is not fetched again.
+    """Copy a shard to a local prefix. Existing files with the right checksum are not fetched again.
 
-    ``overwrite`` replaces a shard that is there; ``on_progress`` is called with the bytes that have arrived since the
-    last call.
+    ``overwrite`` replaces an existing shard. ``on_progress`` is called with the bytes that have arrived since the last
+    call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
         FormatError: something else is at the prefix, or another process writes it.
-        OSError: the disk says no.
+        OSError: an error of the disk.
     """
     paths = ShardPaths.of(prefix).with_columns(source.paths.columns).with_media(source.paths.media)
     finish_interrupted(paths, overwrite=overwrite)
     right, obsolete = _compare(source, paths, overwrite=overwrite)
     missing = [suffix for suffix in source.files if suffix not in right]
-    # A right .seq.idx is written again, behind the others: without them there is no shard, but for a column that was
-    # attached. Of several of these, a kill would leave some of the source beside some that were here.
+    # A right .seq.idx is written again after the other files: without them there is no shard. The exception is one
+    # attached column. With several of these, a kill could mix columns of the source with columns that were here.
     is_alone = len(missing) == 1 and missing[0] in source.attached
     if missing and ".seq.idx" in right and not is_alone:
         missing.append(".seq.idx")
@@ -292,9 +292,9 @@ _Stamps = Mapping[str, tuple[int, ...] | None]  # of files, by suffix or path
 
 
 def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[_Stamps, list[str]]:
-    """The files that are right at the target, by suffix; and paths of columns and media of a shard that is replaced.
+    """Return the right files at the target, by suffix; and paths of columns and media of a shard to replace.
 
-    FormatError: files of something else are at the target, and ``overwrite`` is False.
+    FormatError: other files are at the target, and ``overwrite`` is False.
     """
     targets = {suffix: paths.prefix + suffix for suffix in source.files}
     stamps = {suffix: _stamp(path) for suffix, path in targets.items()}  # before the files are read
@@ -311,7 +311,7 @@ def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple
 
 
 def other_shard_error(prefix: str, present: Sequence[str]) -> FormatError:
-    """The error about files that are present at the prefix that a shard is copied to, and are not this shard's."""
+    """Return the error about files at the target prefix that do not belong to this shard."""
     return FormatError(
         f"{prefix}: {', '.join(present)} exist already and are not of this shard; choose another prefix, or pass"
         " overwrite (--overwrite)"
@@ -327,9 +327,9 @@ def _fetch_all(
     overwrite: bool,
     on_progress: Advance,
 ) -> None:
-    """Copy files to the building folder, then publish them and remove the columns at the paths ``obsolete``.
+    """Copy files to the building folder, publish them, and remove the columns at the paths ``obsolete``.
 
-    What is to be replaced was compared with the source: without ``overwrite`` it is the same ``.seq.idx``.
+    The files to replace were compared with the source. Without ``overwrite``, its ``.seq.idx`` is the same.
 
     FormatError: a file that was to be ``kept`` (its stamp by its path) has changed since it was compared.
     """
@@ -351,7 +351,7 @@ def _fetch_all(
                 new.drop(path)
         if any(_stamp(path) != stamp for path, stamp in kept.items()):
             raise FormatError(f"{paths.prefix}: another command wrote here meanwhile; run this one again")
-        # What an earlier attempt left may be damaged; then the file is copied from its beginning.
+        # The remains of an earlier attempt may be damaged; then the file is copied from its beginning.
         attempts = (True, False) if new.is_resumed else (False,)
         for suffix in suffixes:
             if not any(_fetch(source, suffix, new, keep, on_progress) for keep in attempts):
@@ -362,11 +362,11 @@ def _fetch_all(
         building.discard()
         raise
     finally:
-        building.release()  # what has arrived stays for the next attempt
+        building.release()  # the data that has arrived stays for the next attempt
 
 
 def _fetch(source: CopySource, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
-    """Copy one file, with ``keep`` from where an earlier attempt stopped; whether all of it is right then."""
+    """Copy one file; with ``keep``, from where an earlier attempt stopped. Return whether all of it is right."""
     file, content = new.open(new.paths.prefix + suffix, keep=keep), source.files[suffix]
     if file.nbytes > content.nbytes:
         file.truncate(0)
@@ -374,7 +374,7 @@ def _fetch(source: CopySource, suffix: str, new: Publication, keep: bool, on_pro
     for offset in range(0, file.nbytes, _READ_NBYTES):
         check.update(file.read_at(offset, _READ_NBYTES))
     on_progress(file.nbytes)
-    # Of .seq.idx the bytes are written that were checked when the source was opened.
+    # For .seq.idx, write the bytes that were checked when the source was opened.
     index = [memoryview(source.seq_idx)[file.nbytes :]]
     for chunk in index if suffix == ".seq.idx" else source.chunks(suffix, file.nbytes):
         file.write(chunk)

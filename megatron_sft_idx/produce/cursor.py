@@ -1,6 +1,6 @@
-"""How much of the input has become shards, and where a producer goes on.
+"""How much of the input has become shards, and where a producer resumes.
 
-Each shard holds the cursor behind it in its header, so shards and cursor can never disagree.
+Each shard has the cursor after it in its header, so shards and cursor can never disagree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.shard.publication import finish_interrupted
 from megatron_sft_idx.tokenize import RowEncoder, noted_differences
 
-# The key under which the JSON block of a shard's header holds its cursor.
+# The key for the cursor in the JSON block of a shard's header.
 CURSOR = "cursor"
 
 
@@ -26,10 +26,9 @@ CURSOR = "cursor"
 class Cursor(Record):
     """How much of the input has become shards.
 
-    Attributes:
-        position: a position in the input, up to which all is in shards.
-        rows: how many rows lie before it.
-        skipped: how many of these could not be used.
+    position: a position in the input; everything before it is in shards.
+    rows: number of rows before it.
+    skipped: number of these rows that could not be used.
     """
 
     position: Position = field(default_factory=Position)
@@ -40,13 +39,14 @@ class Cursor(Record):
 def find_start(
     catalog: Catalog, options: ProduceOptions, encoder: RowEncoder, num_files: int
 ) -> tuple[ProducerState, Cursor]:
-    """The state and the cursor to go on from: of an empty folder, or of a catalog that is not finished.
+    """Return the state and the cursor to resume from, for an empty folder or an unfinished catalog.
 
-    Shards that were published after the state was last written count too, since each holds its own cursor. While there
-    is no shard, the options may differ from those before.
+    Shards that were published after the last write of the state count too, because each has its own cursor. While there
+    is no shard, the options may change.
 
     Raises:
-        FormatError: the folder holds shards that no producer made, or was made with other options; says which.
+        FormatError: the folder has shards that no producer made, or was made with other options; the message says
+            which.
     """
     limits, described = options.limits(encoder), options.describe(encoder, num_files)
     state = catalog.producer()
@@ -63,7 +63,7 @@ def find_start(
     published = state.published
     while True:
         paths = ShardPaths.of(catalog.shard_prefix(published))
-        finish_interrupted(paths)  # of a producer that was killed while it renamed
+        finish_interrupted(paths)  # from a producer that was killed during its renames
         if not catalog.is_published(published):
             break
         cursor = _cursor_behind(paths)
@@ -73,7 +73,7 @@ def find_start(
 
 
 def _require_same_options(catalog: Catalog, state: ProducerState, limits: Limits, described: dict[str, Any]) -> None:
-    """FormatError where options differ that decide over the bytes of shards."""
+    """Raise FormatError if options that determine the bytes of shards differ."""
     differs = noted_differences(state.options, described)
     if state.limits.token_dtype != limits.token_dtype:
         differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
@@ -85,7 +85,7 @@ def _require_same_options(catalog: Catalog, state: ProducerState, limits: Limits
 
 
 def _cursor_behind(paths: ShardPaths) -> Cursor:
-    """The cursor that the header of a shard holds; FormatError where the shard may not be gone on behind."""
+    """Return the cursor in the header of a shard. FormatError: it is not possible to continue after the shard."""
     metadata = read_header(paths).metadata
     if "recovered" in metadata:
         raise FormatError(

@@ -1,8 +1,8 @@
-"""The input of a producer as one stream of pieces, each with the position behind it, at which a later job goes on.
+"""The input of a producer as one stream of pieces, each with the position after it, at which a later job can resume.
 
-Here the input is files, one after the other, each an iterator of pieces; where they come from is for ``input_kinds`` to
-know. A position is a number of pieces in a file, and the hash of all content before it. So a later job reads again only
-the file that its position lies in, and finds out whether that is still the same input.
+Here the input is a sequence of files, each an iterator of pieces; ``input_kinds`` provides them. A position is a number
+of pieces in a file, and the hash of all content before it. So a later job only needs to read the file of its position
+again, and can check whether the input is unchanged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-# For each file its pieces, in order; NOT_YET in place of a file or a piece that is not there yet.
+# For each file its pieces, in order; NOT_YET in place of a file or a piece that does not exist yet.
 Files: TypeAlias = Iterator[Iterator[Piece | NotYet] | NotYet]
 
 
 @dataclass(frozen=True, slots=True)
 class Position(Record):
-    """A position in the input. It is stored in the headers of shards, so it holds no path and no time.
+    """A position in the input. It is stored in the headers of shards, so it has no paths and no times.
 
     Attributes:
         file: number of the file it is in, from 0.
-        pieces: how many pieces of this file lie before it.
+        pieces: number of pieces of this file before it.
         file_fingerprint: hash of all content before this file.
         fingerprint: hash of all content before this position.
     """
@@ -40,13 +40,13 @@ class Position(Record):
 
 
 class PieceOrigin(NamedTuple):
-    """Where a piece lies in the input.
+    """The location of a piece in the input.
 
     Attributes:
         path: its file.
         first: number of its first row in that file.
-        behind: the position behind it.
-        nbytes: bytes of the input up to that position, from the beginning of the file that this job began in.
+        behind: the position after it.
+        nbytes: bytes of the input up to that position, from the beginning of the first file of this job.
     """
 
     path: str
@@ -56,15 +56,15 @@ class PieceOrigin(NamedTuple):
 
 
 def feed(files: Files, start: Position, name: str) -> Iterator[tuple[PieceOrigin, Piece] | NotYet]:
-    """The pieces of an input from a position on.
+    """Yield the pieces of an input from a position on.
 
-    The file that the position lies in is read again up to it, and its content compared by its hash; files before it
-    are not read.
+    The file of the position is read again up to it, and its content is checked by its hash. Files before it are not
+    read.
 
     Args:
         files: the files of the input, from that of the position on.
-        start: the position to go on from.
-        name: what errors call the catalog.
+        start: the position to resume from.
+        name: name of the catalog in errors.
 
     Raises:
         FormatError: the content before the position has changed.

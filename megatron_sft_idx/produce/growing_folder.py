@@ -1,8 +1,8 @@
-"""A folder whose files are the input of a producer, in the order of their names, each as soon as it is whole.
+"""A folder whose files are the input of a producer, in the order of their names, each as soon as it is complete.
 
-Whoever writes the files need not say when one of them is whole: a later file says it, or the end of the input, or that
-the file has not changed for a while (``live.Settling``). A file that was taken for this last reason, though its writer
-had only paused, is an error as soon as it grows.
+The writer of the files need not mark complete files. A file is complete when a later file or the end of the input
+exists, or when it has not changed for a while (``live.Settling``). If a file was taken for this last reason although
+its writer had only paused, its growth is an error.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 class GrowingFolder:
     """The files of a folder as they appear, until a file named ``_END`` does, or nothing new comes for too long.
 
-    A file is taken when another one follows it by name, when ``_END`` is there, or when it has not changed for
-    ``settle`` seconds. A file that was taken for its age alone must keep its size until another file or the end is
-    there. Files are still being written whose names begin with ``.`` or ``_`` or end in ``.tmp``, ``.part`` or
-    ``.partial``. Folders in the folder are passed over.
+    A file is taken when another one follows it by name, when ``_END`` exists, or when it has not changed for ``settle``
+    seconds. In the last case, it must keep its size until another file or the end exists. Files whose names begin with
+    ``.`` or ``_`` or end in ``.tmp``, ``.part`` or ``.partial`` count as unfinished. Subfolders are ignored.
 
     Args:
         folder: the folder to watch.
-        piece_nbytes: as for ``iter_pieces``.
-        taken: the files that were taken so far, by earlier jobs too; those that this one takes are added.
-        settle: how long, in seconds, a file must have stayed the same to count as whole.
-        end_after: how long, in seconds, to wait for anything new; None waits for ``_END`` alone.
+        piece_nbytes: see ``iter_pieces``.
+        taken: the files taken so far, including by earlier jobs; those taken by this job are added.
+        settle: number of seconds without a change after which a file counts as complete.
+        end_after: number of seconds to wait for anything new; None waits only for ``_END``.
         log: called with messages for the user.
-        clock: seconds since some moment.
+        clock: seconds since any fixed time.
 
     Raises:
-        FormatError: there is no such folder.
+        FormatError: the folder does not exist.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class GrowingFolder:
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
         self._end_after, self._log, self._clock = end_after, log, clock
         self._names = {file.name for file in taken.files}
-        # Names of whole files that the last listing found, in order; a listing takes long where files are many.
+        # Names of complete files from the last listing, in order. Listing takes long for very many files.
         self._whole: deque[str] = deque()
-        # The last file, where it was taken for its age alone; of an earlier job's, nobody knows.
+        # The last file, if it was taken because of its age; unknown for an earlier job.
         self._settled = taken.files[-1] if taken.files else None
-        # The last file of the folder, where it is not taken; how long the same file has been asked for, by its number;
-        # and when the folder was last listed.
+        # The last file of the folder, if it is not taken; how long the same file has been requested, by its number; and
+        # the time of the last listing.
         self._last, self._asked, self._looked_at = Settling(settle, clock), Unchanged(clock), float("-inf")
 
     def files(self, first: int) -> Files:
-        """For each file its pieces, from the file ``first`` on, counted from 0."""
+        """Yield for each file its pieces, from the file ``first`` on, counted from 0."""
         number = first
         while True:
             if number < len(self._taken.files):
@@ -88,14 +87,14 @@ class GrowingFolder:
             if isinstance(file, NotYet):
                 yield NOT_YET
                 continue
-            # Where the list was lost, files before the first one are taken again.
+            # If the list was lost, files before the first one are taken again.
             self._names.add(file.name)
             self._taken.add(file)
 
     # ---- which file is next ----
 
     def _next_file(self, number: int) -> TakenFile | NotYet | None:
-        """The next file that is whole, which is asked for by its number; None at the end of the input."""
+        """Return the next complete file, requested by its number; None at the end of the input."""
         now, asked_for = self._clock(), self._asked.seconds(number)
         if not self._whole:
             if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
@@ -117,18 +116,18 @@ class GrowingFolder:
         return NOT_YET if status is None else TakenFile(name, status.st_size)
 
     def _look(self) -> tuple[list[str], bool]:
-        """Names of the files that are not taken, in order, and whether the end is there."""
-        # Look for the end first: then no file is missed that was there before it.
+        """Return the names of files that are not taken, in order, and whether the end exists."""
+        # Check for the end first, so that no file is missed that existed before it.
         ended = os.path.lexists(os.path.join(self._folder, _END_OF_INPUT))
         names = filter(self._is_new, patiently(self._folder, lambda: os.listdir(self._folder)))
         in_order = sorted(names, key=natural_key)
-        # A file that was taken for its age may have been removed since, but it must not have grown.
+        # A file that was taken because of its age may have been removed since, but it must not have grown.
         if self._settled is not None and status_of(os.path.join(self._folder, self._settled.name)) is not None:
             self._require_same_size(self._settled)
         return in_order, ended
 
     def _last_file(self, name: str) -> TakenFile | NotYet:
-        """The file that no other one follows, where its age says that it is whole."""
+        """Return the last file if its age shows that it is complete."""
         path = os.path.join(self._folder, name)
         status = status_of(path)
         # It may have been renamed or removed after it was listed.
@@ -141,7 +140,7 @@ class GrowingFolder:
     def _is_new(self, name: str) -> bool:
         if name in self._names or name.startswith((".", "_")) or name.endswith(_BEING_WRITTEN):
             return False
-        # To pass over a file for one bad look would be to take files in another order.
+        # Skipping a file because of one failed check would change the order of files.
         try:
             status = status_of(os.path.join(self._folder, name))
         except OSError:
@@ -156,7 +155,7 @@ class GrowingFolder:
         self._require_same_size(file)
 
     def _require_same_size(self, file: TakenFile) -> str:
-        """The path of a file that was taken; FormatError where its size has changed, since more was written to it."""
+        """Return the path of a taken file. FormatError: its size has changed, because more was written to it."""
         path = os.path.join(self._folder, file.name)
         nbytes = None if (status := status_of(path)) is None else status.st_size
         if nbytes != file.num_bytes:

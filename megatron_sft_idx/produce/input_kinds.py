@@ -1,4 +1,4 @@
-"""The three kinds of input that a producer takes: files that are all there, a pipe, and a folder that grows."""
+"""The three kinds of input of a producer: complete files, a pipe, and a growing folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from megatron_sft_idx.tokenize import NOT_YET, NotYet
 def open_input(
     options: ProduceOptions, files: Sequence[InputFile], taken: TakenFiles, first: int, log: Callable[[str], None]
 ) -> Files:
-    """For each file of the input its pieces, from the file ``first`` on.
+    """Yield for each file of the input its pieces, from the file ``first`` on.
 
     Args:
-        options: say of which kind the input is.
-        files: the files where all are there, else none.
+        options: determine the kind of the input.
+        files: the files if all of them exist, else none.
         taken: the files that an earlier job took; those that this one takes are added.
         first: number of a file, counted from 0.
         log: called with messages for the user.
 
     Raises:
+        FormatError: the folder to watch does not exist or is the catalog's, or an earlier job took other files.
         FormatError: the folder to watch is not there or is the catalog's, or an earlier job took other files.
     """
     nbytes = options.sharding["piece_nbytes"]
@@ -45,16 +46,16 @@ def open_input(
 
 
 def fixed_files(files: Sequence[InputFile], piece_nbytes: int, taken: TakenFiles, first: int) -> Files:
-    """The pieces of files that are all there, from the file ``first`` on.
+    """Yield the pieces of complete files, from the file ``first`` on.
 
-    ``taken`` lists the files that an earlier job for the same catalog took; files that it lacks are added to it.
+    ``taken`` lists the files that an earlier job for the same catalog took; missing files are added to it.
 
     Raises:
         FormatError: the earlier job took other files.
     """
     present = [TakenFile(file.path, file.num_bytes) for file in files]
     for number, (before, now) in enumerate(zip_longest(taken.files, present), 1):
-        # A list that is shorter was cut short as it was written: the number of files is one of the job's options.
+        # A shorter list was truncated during writing, because the number of files is one of the job's options.
         if before is not None and (now is None or before.num_bytes != now.num_bytes):
             shown = f"{now.name} of {now.num_bytes:,} bytes" if now else "none"
             raise FormatError(
@@ -66,26 +67,26 @@ def fixed_files(files: Sequence[InputFile], piece_nbytes: int, taken: TakenFiles
     return (iter_pieces([file], piece_nbytes=piece_nbytes) for file in files[first:])
 
 
-# How many pieces are read ahead from a pipe.
+# Number of pieces to read ahead from a pipe.
 _AHEAD = 2
-# How long to wait for the next piece of a pipe before answering NOT_YET; a pipe that is fast never takes so long.
+# How long to wait for the next piece of a pipe before returning NOT_YET; a fast pipe never takes this long.
 _PATIENCE_SECONDS = 0.05
 
 
 def standard_input(piece_nbytes: int) -> Iterator[Piece | NotYet]:
-    """The pieces of JSON lines from standard input, which a thread reads, so that asking for one never takes long."""
+    """Yield the pieces of JSON lines from standard input. A thread reads them, so requesting one never takes long."""
     ready: queue.Queue[Piece | BaseException | None] = queue.Queue(_AHEAD)
-    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread may read from it for longer than this function runs
+    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread may use it after this function has returned
 
     def read() -> None:
         try:
             for piece in stream_pieces(stream, name="standard input", piece_nbytes=piece_nbytes):
                 ready.put(piece)
             ready.put(None)
-        except BaseException as error:  # raised where the queue is emptied
+        except BaseException as error:  # raised again by the reader of the queue
             ready.put(error)
 
-    # A daemon thread, since the process must end although the pipe may stay open.
+    # A daemon thread, because the process must be able to end while the pipe stays open.
     threading.Thread(target=read, name="standard input", daemon=True).start()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a producer keeps up to date on disk: its state, and how many shards it is ahead of its consumers."""
+"""The state that a producer keeps up to date on disk, and its lead over its consumers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Result = TypeVar("Result")
 _SECONDS_BETWEEN_BEATS = 2.0
 # A shorter wait does not change the state on disk and is not logged.
 _SECONDS_BEFORE_A_STATE = 0.5
-# The state of a producer that has nothing left to do.
+# The state of a producer that is done.
 ENDED: dict[str, Any] = {"state": "stopped", "reason": "the input has ended"}
 
 
 class StateKeeper:
-    """Keeps ``_producer.json`` up to date; the producer must hold the catalog.
+    """Keeps ``_producer.json`` up to date. The producer must hold the catalog's lock.
 
-    A context manager: inside, a thread writes a new beat every few seconds. Where it is left by an exception, the state
-    on disk says so.
+    As a context manager: inside, a thread writes a new beat every few seconds. After an exception, the state on disk
+    records it.
 
     Args:
         catalog: the catalog.
@@ -45,10 +45,10 @@ class StateKeeper:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def update(self, **changes: Any) -> None:
-        """Replace fields of the state; they are on disk when this returns.
+        """Replace fields of the state. They are on disk when this returns.
 
         Raises:
-            OSError: the disk says no.
+            OSError: an error of the disk.
         """
         with self._lock:
             state = dataclasses.replace(self.state, beat=self.state.beat + 1, **changes)
@@ -66,7 +66,7 @@ class StateKeeper:
         self._stop_beating()
         if error is None:
             return
-        # A full disk must not hide the first error; consumers then notice that the producer is silent.
+        # A full disk must not hide the first error. Consumers then notice that the producer is silent.
         with contextlib.suppress(OSError, SFTIndexError):
             if isinstance(error, Exception):
                 self.update(state="failed", reason=str(error) or type(error).__name__)
@@ -85,10 +85,10 @@ class StateKeeper:
         """Call ``look`` until it returns something other than ``NOT_YET``, and return that.
 
         Args:
-            look: called again and again.
+            look: called repeatedly.
             state: the state on disk during a wait that is not short.
             log: called with a message when that state is set, and then once a minute.
-            why: what is waited for, for these messages.
+            why: returns the reason for the wait, for these messages.
             longest: the longest time between two calls of ``look``, in seconds.
         """
 
@@ -97,7 +97,7 @@ class StateKeeper:
                 self.update(state=state)
             log(f"{state} for {waited:.0f} s: {why()}")
 
-        # Where ``look`` fails, the state is left as it is: to write it might fail too, and hide the first error.
+        # If ``look`` fails, the state is not changed: writing it might fail too, and hide the first error.
         for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
             if not isinstance(result := look(), NotYet):
                 if self.state.state == state:
@@ -106,7 +106,7 @@ class StateKeeper:
         raise AssertionError("looks never end by themselves")
 
     def end(self) -> None:
-        """Write down that the input has ended; nothing is written after this, unless something fails."""
+        """Record that the input has ended. Nothing is written after this, unless something fails."""
         self._stop_beating()
         self.update(**ENDED)
 
@@ -116,22 +116,22 @@ class StateKeeper:
 
     def _beat(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_BEATS):
-            # A disk that is full or away now may not be at the next beat; other writing will raise the error.
+            # A full or unavailable disk may recover before the next beat. Other writing will raise the error.
             with contextlib.suppress(OSError, SFTIndexError):
                 self.update()
 
 
 class Backpressure:
-    """How far the producer may run ahead of its consumers, and the removal of shards that these have completed.
+    """Limits the producer's lead over its consumers, and removes shards that they have completed.
 
     Args:
-        catalog: the catalog, which the producer must hold.
+        catalog: the catalog, whose lock the producer must hold.
         keeper: has the limits. A shard must be counted in its state before it may be removed.
-        ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
+        ack_dir: the folder of consumers' acknowledgements; None for the one in the catalog.
         log: called with messages for the user.
 
     Attributes:
-        removed: how many shards were removed so far.
+        removed: number of shards removed so far.
     """
 
     def __init__(self, catalog: Catalog, keeper: StateKeeper, ack_dir: str | None, log: Callable[[str], None]) -> None:
@@ -139,18 +139,18 @@ class Backpressure:
         self._acks = ack_folder(catalog, ack_dir)
         self._log = log
         self.removed = 0
-        # The shards that are there, and up to which number. Listed once, since the folder may have very many files.
+        # The existing shards up to a number. Listed once, because the folder may have very many files.
         self._present: list[int] | None = None
         self._counted = 0
 
     def wait_for(self, nbytes: int) -> None:
         """Wait until another shard of about ``nbytes`` may be published.
 
-        Beside shards that are ahead it counts as the largest of these at most. Consumers know no more of the next shard
-        (``CatalogShards.may_not_come``): where they believe that it comes, this may not wait for them to commit.
+        If other shards are ahead, it counts at most as the largest of these. Consumers know no more about the next
+        shard (``CatalogShards.may_not_come``): if they expect it to come, this must not wait for their commit.
 
         Raises:
-            FormatError: the shard alone is larger than the producer may be ahead, or an acknowledgement is damaged.
+            FormatError: the shard alone exceeds the limit on running ahead, or an acknowledgement is damaged.
         """
         limit = self._limits.max_ahead_nbytes
         if limit is not None and nbytes > limit:
@@ -172,7 +172,7 @@ class Backpressure:
         """Remove the completed shards that are not to be kept.
 
         Returns:
-            The numbers of the shards that some consumer has not completed; none where acknowledgements do not matter.
+            The numbers of the shards that some consumer has not completed; empty if acknowledgements are not needed.
         """
         if not self._limits.needs_acks:
             return []
@@ -186,7 +186,7 @@ class Backpressure:
         num_kept = len(complete) if self._limits.keep_recent is None else self._limits.keep_recent
         if free := complete[: max(len(complete) - num_kept, 0)]:
             self._present = sorted(set(published).difference(free))
-            # Written before the first is removed, so that a consumer that asks for it is told why it is gone.
+            # Written before the first removal, so that a consumer that needs it can report why it is gone.
             self._keeper.update(freed=min(self._present, default=last))
             for number in free:
                 remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
@@ -194,7 +194,7 @@ class Backpressure:
         return sorted(set(published).difference(complete))
 
     def finish_removals(self) -> None:
-        """Finish removals of shards that were cut short by a kill."""
+        """Finish removals of shards that a kill interrupted."""
         published = self._keeper.state.published
         for number in self._catalog.present():
             if number < published:

@@ -1,4 +1,4 @@
-"""The options of a producer: those of ``tokenize``, and what only a catalog needs."""
+"""The options of a producer: those of ``tokenize``, and those for a catalog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import BadRowLimit, EncodingOptions, PackOptions, RowEncoder
 
-# About how many bytes of text become one token, and how many pieces of the input a shard is to be made of.
+# Approximate number of bytes of text per token, and number of input pieces per shard.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
 _MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
@@ -21,27 +21,28 @@ _MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProduceOptions:
-    """The options of a producer. The first two groups decide over the bytes of the shards, the third does not.
+    """The options of a producer. The first two groups determine the bytes of the shards, the third does not.
 
     Attributes:
-        inputs: files, globs and ``save_to_disk`` folders, or ``-`` alone for JSON lines on standard input.
-        watch: a folder whose files are the input, as they appear; ``inputs`` must be empty then. Else None.
+        inputs: files, globs and ``save_to_disk`` folders, or only ``-`` for JSON lines on standard input.
+        watch: a folder whose files are the input, as they appear; ``inputs`` must then be empty. Otherwise None.
         catalog: the folder of the shards.
 
         encoding: how rows become sequences.
-        packing: how sequences become packs; ``max_sequences_per_pack`` must be set, since consumers rely on it.
-        tokens_per_shard: a shard ends with the first piece of the input at which it has so many tokens.
+        packing: how sequences become packs; ``max_sequences_per_pack`` must be set, because consumers rely on it.
+        tokens_per_shard: a shard ends with the first piece of the input at which it has this many tokens.
 
-        workers: how many processes tokenise; with 0 this one does.
-        max_ahead_shards: the most published shards that some consumer has not completed; None for no limit.
-        max_ahead_nbytes: the most bytes of such shards; None for no limit.
-        consumers: how many training jobs will read the catalog.
-        keep_recent: how many of the completed shards are kept, the newest; older ones are removed. None keeps all.
-        ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
-        end_after: after how many seconds without anything new in ``watch`` the input ends; None waits for ``_END``.
-        settle: how long, in seconds, a file in ``watch`` must have stayed the same to count as whole.
-        max_bad_rows: how many rows of the whole catalog may be skipped; None for no limit. A share is judged before
-            each shard is published, over all rows so far, and at the end of the input.
+        workers: number of worker processes for tokenization; 0 for this process only.
+        max_ahead_shards: maximum number of published shards that some consumer has not completed; None for no limit.
+        max_ahead_nbytes: maximum size of such shards in bytes; None for no limit.
+        consumers: number of training jobs that will read the catalog.
+        keep_recent: number of completed shards to keep, the newest; older ones are removed. None keeps all.
+        ack_dir: the folder of consumers' acknowledgements; None for the one in the catalog.
+        end_after: number of seconds without anything new in ``watch`` after which the input ends; None waits for
+            ``_END``.
+        settle: number of seconds without a change after which a file in ``watch`` counts as complete.
+        max_bad_rows: maximum number of rows of the whole catalog that may be skipped; None for no limit. A fraction is
+            checked before each shard is published, over all rows so far, and at the end of the input.
     """
 
     inputs: Sequence[str]
@@ -93,19 +94,19 @@ class ProduceOptions:
 
     @property
     def sharding(self) -> dict[str, int]:
-        """What decides where a shard ends: the tokens of a shard, and the bytes of a piece of the input."""
+        """The settings that determine where a shard ends: tokens of a shard, and bytes of an input piece."""
         nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
         nbytes = min(max(nbytes, _MIN_PIECE_NBYTES), _MAX_PIECE_NBYTES)
         return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": nbytes}
 
     def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
-        """All options that decide over the bytes of the shards, as plain values."""
+        """Return all options that determine the bytes of the shards, as plain values."""
         source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
         described = {"packing": self.packing.describe(), "sharding": self.sharding, "input": {"input": source}}
         return encoder.describe() | described
 
     def limits(self, encoder: RowEncoder) -> Limits:
-        """The limits that consumers may rely on."""
+        """Return the limits for consumers."""
         assert self.packing.max_sequences_per_pack is not None
         return Limits(
             capacity=self.packing.capacity,

@@ -1,16 +1,16 @@
-"""A producer: makes shards of the input, one after the other, until the input ends.
+"""A producer: makes shards from the input, one after another, until the input ends.
 
-A shard is made as ``tokenize`` makes one: its pieces become parts in a building folder, a report counts their rows, and
-``make_packs`` plans, writes and publishes. What is different here:
+A shard is made as in ``tokenize``: its pieces become parts in a building folder, a report counts their rows, and
+``make_packs`` plans, writes and publishes. The differences are:
 
-- Workers write each piece to a part, which is removed once the shard that has it is published.
-- A shard ends with the first piece at which it has tokens enough (``_Production``), and the next one begins there.
-- The input may still grow. It is a stream of pieces (``feed``), which says ``NOT_YET`` where a piece is to come.
-- The producer says that it is alive, and waits for its consumers (``keeper``).
+- Workers write each piece to a part, which is removed when its shard is published.
+- A shard ends with the first piece at which it has enough tokens (``_Production``), and the next one begins there.
+- The input may still grow. It is a stream of pieces (``feed``), with ``NOT_YET`` in place of a piece that does not
+  exist yet.
+- The producer publishes that it is alive, and waits for its consumers (``keeper``).
 
-The bytes of a shard depend on the input, the options and the seed alone. Its header holds the position in the input
-behind it (``cursor``): however a producer ends, the next one begins behind the last shard that is there, and makes anew
-what was half done.
+The bytes of a shard depend only on the input, the options and the seed. Its header has the position in the input after
+it (``cursor``). However a producer ends, the next one begins after the last existing shard and repeats unfinished work.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ from megatron_sft_idx.tokenize import (
     row_files,
 )
 
-# Next to the shards: the building folder of the one producer, with its lock and the parts of the shard in the making;
-# and the list of files taken.
+# Next to the shards: the building folder of the one producer, with its lock and the parts of the unfinished shard; and
+# the list of files taken.
 _WORK, _INPUTS = "_producer", "_inputs.jsonl"
 
 _Made: TypeAlias = tuple[PieceOrigin, MadePart]
 
 
 def own_files(folder: str) -> list[str]:
-    """The folder of a catalog, and the files in it, other than shards, that a producer may write."""
+    """Return the folder of a catalog, and the files in it, other than shards, that a producer may write."""
     return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _WORK + BUILDING))]
 
 
 def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> str:
-    """Make a catalog, or go on with one; see ``ProduceOptions``.
+    """Create or continue a catalog. See ``ProduceOptions``.
 
     Returns:
-        A report for people: how many shards and rows there are, and what this job did.
+        A report for people: the numbers of shards and rows, and what this job did.
 
     Raises:
-        SFTIndexError: an input, a row or an option is bad, another producer is at work, or the catalog was made from
+        SFTIndexError: an input, a row or an option is invalid, another producer is active, or the catalog was made from
             other input or with other options.
-        OSError: the disk says no.
+        OSError: an error of the disk.
     """
     begin = time.monotonic()
     if (kind := options.encoding.rows.kind) in ("preference", "kto"):
@@ -122,12 +122,12 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
 
 @contextlib.contextmanager
 def _held(catalog: Catalog) -> Iterator[Building]:
-    """Make the catalog's folder, if it is missing, and hold it for this producer alone.
+    """Create the catalog's folder if necessary, and lock it for this producer.
 
-    Yields the producer's building folder, for the parts of the shard in the making.
+    Yields the producer's building folder, for the parts of the unfinished shard.
 
     Raises:
-        FormatError: something else is in their place, or another producer is at work.
+        FormatError: something else is in their place, or another producer is active.
     """
     folder = resolve(catalog.folder, folder=True)
     if os.path.lexists(folder) and not os.path.isdir(folder):
@@ -146,15 +146,15 @@ def _held(catalog: Catalog) -> Iterator[Building]:
             work.discard()
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # where it is not empty
+            with contextlib.suppress(OSError):  # if it is not empty
                 os.rmdir(folder)
 
 
-# ---- shard after shard ----
+# ---- one shard after another ----
 
 
 def _make_part(shared: tuple[EncodingOptions, str], item: tuple[PieceOrigin, Piece]) -> _Made:
-    """Tokenise a piece, and write it to a part in a folder; what workers do."""
+    """Tokenise a piece, and write it to a part in a folder. Runs in workers."""
     (encoding, folder), (origin, piece) = shared, item
     path = os.path.join(folder, f"{origin.behind.file:016x}{origin.behind.pieces:016x}.part")
     with comparing_all_texts(origin.behind.file == 0 and origin.first <= COMPARED_ROWS):
@@ -162,7 +162,7 @@ def _make_part(shared: tuple[EncodingOptions, str], item: tuple[PieceOrigin, Pie
 
 
 class _Production:
-    """The job that makes shards of the rest of the input."""
+    """The job that makes shards from the rest of the input."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Production:
         self._keeper, self._backpressure, self._pace, self._log = keeper, backpressure, pace, log
 
     def run(self, source: Files, cursor: Cursor) -> Cursor:
-        """Make shards until the input ends; returns the cursor behind the last of them."""
+        """Make shards until the input ends. Return the cursor after the last one."""
         encoding, folder = self._encoder.options, self._catalog.folder
         remember_encoder(encoding, self._encoder)
         os.mkdir(self._work.parts)
@@ -205,12 +205,12 @@ class _Production:
         return replace(cursor, rows=report.rows, skipped=report.skipped)
 
     def _make(self, results: Iterator[_Made | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
-        """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
+        """Make the next shard. Return the cursor after it, or None if the input has no tokens left."""
         parts, num_tokens, cursor = self._gather(results, report, before)
         parts.require_few_bad_rows(self._catalog.folder, at_end=True)
         if not num_tokens:
             return None
-        # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
+        # The packed shard has about the size of its parts, except for tokens that packing drops.
         all_tokens = sum(int(each.sum()) for each in parts.lengths)
         self._backpressure.wait_for(sum(map(os.path.getsize, parts.paths)) * num_tokens // all_tokens)
         self._publish(parts, before, cursor)
@@ -221,10 +221,10 @@ class _Production:
     def _gather(
         self, results: Iterator[_Made | NotYet], report: CorpusReport, cursor: Cursor
     ) -> tuple[PartsSoFar, int, Cursor]:
-        """Take the parts of the pieces behind a cursor, until they have tokens enough or the input ends.
+        """Collect the parts of the pieces after a cursor, until they have enough tokens or the input ends.
 
         Returns:
-            The parts, how many tokens of them are packed, and the cursor behind them.
+            The parts, the number of their tokens that will be packed, and the cursor after them.
         """
         options, num_tokens = self._options, 0
         parts = PartsSoFar(report, options.encoding.on_bad_row, self._log, limit=options.max_bad_rows)
@@ -242,16 +242,16 @@ class _Production:
         return parts, num_tokens, cursor
 
     def _next(self, results: Iterator[_Made | NotYet], report: CorpusReport) -> _Made | None:
-        """The next piece, tokenised, as soon as there is one; None at the end of the input."""
+        """Return the next tokenised piece as soon as there is one; None at the end of the input."""
         so_far = f"{report.rows:,} rows so far"
         return self._keeper.wait_for(
             lambda: next(results, None), "waiting for input", self._log, lambda: so_far, longest=0.25
         )
 
     def _require_fit(self, origin: PieceOrigin, part: MadePart) -> None:
-        """SequenceError where a sequence of a piece is too long, and the options say that this is an error.
+        """Raise SequenceError if a sequence of a piece is too long and the options make this an error.
 
-        Packing would say it too, but not where in the input.
+        Packing would report it too, but without the position in the input.
         """
         lengths, packing = part.lengths, self._options.packing
         if packing.overlong == "error" and (is_too_long := lengths > packing.longest_sequence).any():
@@ -264,7 +264,7 @@ class _Production:
             )
 
     def _publish(self, parts: PartsSoFar, before: Cursor, cursor: Cursor) -> None:
-        """Pack the sequences of parts into the next shard, which holds the input between two cursors."""
+        """Pack the sequences of parts into the next shard, which has the input between two cursors."""
         number = self._keeper.state.published
         prefix = self._catalog.shard_prefix(number)
         sources = {
@@ -285,20 +285,20 @@ class _Production:
 
 
 class _Pace:
-    """How fast this job tokenises, for messages; of files also how much of the input is read, and what remains.
+    """The tokenization rate of this job, for messages; for files, also how much of the input is read and remains.
 
     Args:
-        files: of the whole input; none where it is not known beforehand.
-        to_read: those of them that this job reads.
+        files: files of the whole input; empty if it is not known in advance.
+        to_read: the files that this job reads.
     """
 
     def __init__(self, files: Sequence[InputFile], to_read: Sequence[InputFile]) -> None:
         self._begin, self._total, self._to_read = time.monotonic(), total_bytes(files), total_bytes(to_read)
-        # Bytes that were read count those of pieces that are in shards already, which are read again to compare them.
+        # Bytes read include pieces that are already in shards, which are read again for comparison.
         self._num_tokens = self._new_nbytes = self._read_nbytes = 0
 
     def add(self, origin: PieceOrigin, part: MadePart) -> None:
-        """Count a piece that was tokenised."""
+        """Count a tokenised piece."""
         self._num_tokens += int(part.lengths.sum())
         self._new_nbytes += part.info.num_bytes
         self._read_nbytes = origin.nbytes

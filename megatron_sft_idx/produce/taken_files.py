@@ -1,7 +1,7 @@
-"""The list of the files that a producer took as input, in their order, in a file next to the shards.
+"""The ordered list of the files that a producer took as input, in a file next to the shards.
 
-A position in the input names a file by its number, and other files may have appeared in a watched folder since. The
-list says which file has which number; a file is in it before a piece of that file is used.
+A position in the input refers to a file by its number, and other files may have appeared in a watched folder since. The
+list maps numbers to files. A file is in the list before any piece of it is used.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _LINE = b'{"name":'
 
 
 class TakenFile(NamedTuple):
-    """A file that was taken: its name in the watched folder, or its path; and its size then."""
+    """A file that was taken: its name in the watched folder, or its path; and its size at that time."""
 
     name: str
     num_bytes: int
 
 
 class TakenFiles:
-    """The list of the files that were taken, each a line of JSON; on disk as soon as ``add`` returns.
+    """The list of taken files, one line of JSON each. It is on disk as soon as ``add`` returns.
 
     Args:
-        path: of the list. It need not exist: the first ``add`` makes it.
+        path: path of the list. It need not exist: the first ``add`` creates it.
 
     Raises:
-        FormatError: what is at ``path`` was not written by this class.
+        FormatError: the file at ``path`` was not written by this class.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: OutputFile | None = None
-        self._exists = os.path.lexists(path)  # a file that appears at this path later is somebody else's
+        self._exists = os.path.lexists(path)  # if a file appears at this path later, it is unrelated
         if self._exists and describe(path) != "a file":
             raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
         content = read_beginning(path, _MAX_NBYTES + 1) if self._exists else b""
         if len(content) > _MAX_NBYTES:
             raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
-        # A last line without its end was being written when the producer was killed; its file was not read by then.
+        # An incomplete last line was being written when the producer was killed; its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
         torn = content[self._nbytes :]
         if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
@@ -74,7 +74,7 @@ class TakenFiles:
         self.files += files
 
     def clear(self) -> None:
-        """Empty the list. The caller must know that nothing was made of these files."""
+        """Empty the list. The caller must know that nothing was made from these files."""
         self.files, self._nbytes = [], 0
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""One shard, or many as one: opened, read, written, published whole, and recovered when a writer was killed.
+"""Open one shard, or many as one; write and publish shards; recover a shard after its writer was killed.
 
-``writer`` fills the files (``build_options``, ``pack_log``), ``publication`` lets them appear together (``at_prefix``),
-``recovery`` makes a shard of what a killed writer left. ``opening`` finds the files (``index_cache`` for remote ones),
-``reader`` finds packs in them, ``columns`` reads and attaches columns, ``shard_set`` reads many shards as one. Nothing
-here may import torch or Megatron. Files of shards on a disk are written, replaced and removed by this folder alone.
+Writing: ``writer`` fills the files (``build_options``, ``pack_log``), ``publication`` renames them to the prefix
+(``at_prefix``), ``recovery`` resumes after a kill. Reading: ``opening`` finds the files (``index_cache`` for remote
+ones), ``reader`` returns packs, ``columns`` reads and attaches columns, ``shard_set`` joins shards. Nothing here may
+import torch or Megatron. Only this folder writes, replaces or removes files of shards on a disk.
 """
 
 from megatron_sft_idx.shard.build_options import BuildOptions

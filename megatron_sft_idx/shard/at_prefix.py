@@ -1,4 +1,4 @@
-"""What lies at a prefix: which of a shard's files are there, and which of them a writer may replace."""
+"""Inspect a prefix: which files of a shard exist there, and which of them a writer may replace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from megatron_sft_idx.layout.media_layout import MEDIA_MAGIC
 from megatron_sft_idx.storage.building_files import building_of, is_half_finished, is_whole_at
 from megatron_sft_idx.storage.publish import describe, head_of
 
-# The first bytes of a journal, which earlier versions of this package kept beside a shard that they built.
+# The first bytes of a journal that earlier versions of this package kept next to a shard during a build.
 _JOURNAL_MAGIC = b"SFTJRNL"
 
 
 def inode_of(path: str) -> int | None:
-    """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
+    """Return the inode of the regular file at a path, or None if nothing exists.
+
+    FormatError: it is not a regular file.
+    """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -32,28 +35,29 @@ def inode_of(path: str) -> int | None:
 
 
 def inodes_of(paths: ShardPaths, files: Iterable[str]) -> dict[str, int]:
-    """Inodes of those files of a shard that are present, by suffix."""
+    """Return the inodes of the existing files of a shard, by suffix."""
     inodes = {paths.suffix(path): inode_of(path) for path in files}
     return {suffix: inode for suffix, inode in inodes.items() if inode is not None}
 
 
 def is_column(path: str) -> bool:
-    """Whether a file is a column of a shard."""
+    """Return whether a file is a column of a shard."""
     return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
 
 
 def is_shard(paths: ShardPaths) -> bool:
-    """Whether the files at a prefix are those of a shard: one has the magic of ``.seq.idx``, or some are renamed."""
+    """Return whether a prefix has a shard's files: one has the magic of ``.seq.idx``, or some are already renamed."""
     if head_of(paths.seq_idx, len(MAGIC)) == MAGIC:
         return True
     return is_whole_at(paths.prefix) and is_half_finished(paths.prefix)
 
 
 def has_media(paths: ShardPaths) -> bool:
-    """Whether the images and audio of a shard lie at a prefix, or would.
+    """Return whether a prefix has the two media files of a shard, or is about to get them.
 
-    The items have their magic, or ``.seq.idx`` lists both files, which may be lost or damaged, or some are renamed.
-    Without all that, nothing tells encoded files from a file of somebody else.
+    This is the case if the items file has its magic, if ``.seq.idx`` lists both files (which may be lost or damaged),
+    or
+    if some files are already renamed. Otherwise nothing distinguishes encoded media from an unrelated file.
     """
     if head_of(paths.media_items, len(MEDIA_MAGIC)) == MEDIA_MAGIC:
         return True
@@ -64,27 +68,27 @@ def has_media(paths: ShardPaths) -> bool:
 
 
 def lists_media(raw: bytes, path: str) -> bool:
-    """Whether the header of a ``.seq.idx`` is whole and lists images and audio."""
+    """Return whether the header of a ``.seq.idx`` is complete and lists images and audio."""
     with contextlib.suppress(FormatError):
         return listed_media(Header.decode(raw, path).metadata) is not None
     return False
 
 
 def is_building(paths: ShardPaths) -> bool:
-    """Whether there is unfinished work at a prefix."""
+    """Return whether there is unfinished work at a prefix."""
     return building_of(paths.prefix) is not None
 
 
 def holds_shard_files(paths: ShardPaths) -> bool:
-    """Whether files of a shard lie in the building folder of a prefix."""
+    """Return whether the building folder of a prefix has files of a shard."""
     return is_building(paths) and any(map(os.path.lexists, paths.unpublished.all))
 
 
 def with_present_files(paths: ShardPaths, *, refuse_strange: bool = False) -> ShardPaths:
-    """``paths``, with the columns, images and audio that lie at the prefix; scans the folder once.
+    """Return ``paths``, extended by the columns, images and audio that exist at the prefix. Scans the folder once.
 
-    FormatError: with ``refuse_strange``, a file or link has the name of a column that is not among ``paths``, and is
-    none. Next to a shard it would count as a damaged column.
+    FormatError: with ``refuse_strange``, a file or link has the name of a column that is not in ``paths``, but is not a
+    column. Next to a shard it would count as a damaged column.
     """
     folder, name = os.path.split(paths.prefix)
     found: list[str] = []
@@ -107,7 +111,7 @@ def with_present_files(paths: ShardPaths, *, refuse_strange: bool = False) -> Sh
 
 
 def refuse_journal(paths: ShardPaths) -> None:
-    """FormatError if an earlier version of this package left unfinished work at a prefix."""
+    """Raise FormatError if an earlier version of this package left unfinished work at a prefix."""
     journal = paths.prefix + ".journal"
     if head_of(journal, len(_JOURNAL_MAGIC)) == _JOURNAL_MAGIC:
         raise FormatError(

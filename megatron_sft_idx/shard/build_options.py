@@ -1,4 +1,4 @@
-"""The options that a shard is built with, and the files that grow as packs come."""
+"""The options of a build, and the files that grow while packs are added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from megatron_sft_idx.layout.files import (
 
 
 class GrowingFile(NamedTuple):
-    """A file of rows that grows as packs come: of tokens, masks, starts, or a column. Rows begin at byte ``begin``."""
+    """A file of rows (tokens, masks, starts or a column) that grows as packs are added.
+
+    Rows begin at byte ``begin``.
+    """
 
     path: str
     per: Per
@@ -34,20 +37,20 @@ class GrowingFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The options of a build, which its ``build.json`` holds.
+    """The options of a build, as stored in its ``build.json``.
 
     Attributes:
-        token_dtype: of the token file: uint16 or int32.
-        mask_dtype: of the loss file: uint8 or float32.
-        capacity: most token positions a pack may hold; None for the longest pack.
+        token_dtype: dtype of the token file: uint16 or int32.
+        mask_dtype: dtype of the loss file: uint8 or float32.
+        capacity: maximum number of token positions in a pack; None for the longest pack.
         sequence_multiple: each sequence counts as its length rounded up to this.
         pad_id: the tokenizer's padding id; None if it is unknown.
-        metadata: JSON object, as far as it was known when the build began.
-        columns: the columns that are written beside the tokens, by name.
-        media: whether images and audio are written beside them.
+        metadata: JSON object, with the values that were known when the build began.
+        columns: the columns to write with the tokens, by name.
+        media: whether to write images and audio.
 
     Raises:
-        FormatError: a value that no shard can have, or that cannot be stored.
+        FormatError: a value is not possible in a shard, or cannot be stored.
     """
 
     token_dtype: np.dtype[Any]
@@ -69,7 +72,7 @@ class BuildOptions:
             if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
                 raise FormatError(f"{name} {brief(value)}: expected a whole number from {least} to {MAX_CAPACITY}")
             object.__setattr__(self, name, int(value))
-        # What cannot be stored is refused now, not after hours of writing.
+        # Reject a value that cannot be stored now, not after hours of writing.
         SEQ_IDX.nbytes(self.metadata)
         vocab_size_of(self.metadata)
         for name, spec in self.columns.items():
@@ -79,11 +82,11 @@ class BuildOptions:
             check_named_spec(name, spec)
 
     def paths_of(self, paths: ShardPaths) -> ShardPaths:
-        """The paths at a prefix, with all files of a shard that is built with these options."""
+        """Return the paths at a prefix, with all files of a shard that is built with these options."""
         return paths.with_columns(self.columns).with_media(self.media)
 
     def growing_files(self, paths: ShardPaths) -> list[GrowingFile]:
-        """The files that grow as packs come: tokens, masks, starts, then the columns."""
+        """Return the files that grow as packs are added: tokens, masks, starts, then the columns."""
         columns = ((paths.column(name), spec) for name, spec in self.columns.items())
         return [
             GrowingFile(paths.tokens, "token", self.token_dtype.itemsize),
@@ -93,7 +96,7 @@ class BuildOptions:
         ]
 
     def encode(self) -> dict[str, Any]:
-        """The options as a JSON object; dtypes by their codes."""
+        """Return the options as a JSON object, with dtypes as codes."""
         return {
             "token_dtype": token_dtype_of(self.token_dtype)[0],
             "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
@@ -107,7 +110,10 @@ class BuildOptions:
 
     @classmethod
     def decode(cls, content: Mapping[str, Any], path: str) -> BuildOptions:
-        """The options as ``encode`` gave them, from the file at ``path``. FormatError: ``encode`` never gives these."""
+        """Decode the result of ``encode``, read from the file at ``path``.
+
+        FormatError: not a possible result of ``encode``.
+        """
         try:
             dtypes = TOKEN_DTYPES[content["token_dtype"]], MASK_DTYPES[content["mask_dtype"]]
             numbers = content["capacity"], content["sequence_multiple"], content["pad_id"]

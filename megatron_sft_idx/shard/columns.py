@@ -1,4 +1,4 @@
-"""Columns of a shard: attaching one to a published shard, and opening and reading those that it has."""
+"""Attach a column to a published shard, and open and read the columns of a shard."""
 
 from __future__ import annotations
 
@@ -52,25 +52,26 @@ def write_column(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> ColumnHeader:
-    """Attach a column to a published shard: the file ``X.<name>.col`` appears whole, or not at all.
+    """Attach a column to a published shard. The file ``X.<name>.col`` appears completely or not at all.
 
-    It is removed when another shard is published at the prefix. Returns its header.
+    The column is removed when another shard is published at the prefix. Returns its header.
 
     Args:
-        prefix: of the shard, on a local disk.
-        name: small letters, digits and underscores.
+        prefix: prefix of the shard, on a local disk.
+        name: lowercase letters, digits and underscores.
         values: [rows] or [rows, width]: one row for each token, sequence or pack of the shard, in the shard's order. If
-            they do not fit in memory, an iterable of such arrays, of some rows each; the first decides on the dtype.
-        per: what has one row: ``token``, ``sequence`` or ``pack``.
-        alignment: what row j of a column of tokens is about: ``token`` j, or the ``label`` at j, which is token j + 1.
-        metadata: JSON object that is stored with the column.
+            they do not fit in memory, pass an iterable of arrays of some rows each; the first one determines the dtype.
+        per: the unit of a row: ``token``, ``sequence`` or ``pack``.
+        alignment: for a column of tokens, what row j belongs to: ``token`` j, or the ``label`` at j, which is token j +
+            1.
+        metadata: JSON object to store with the column.
         overwrite: replace a column of this name that was attached before.
 
     Raises:
-        FormatError: the shard was written with a column of this name, or another file has its name; the number of rows
-            does not fit the shard; the format allows no such name, dtype or shape; or ``source`` or ``pair`` is not
-            what its name promises.
-        ShardNotFoundError: there is no such shard.
+        FormatError: the shard was written with a column of this name, or another file has this name; the number of rows
+            does not fit the shard; the format does not allow the name, dtype or shape; or ``source`` or ``pair`` does
+            not have its required form.
+        ShardNotFoundError: the shard does not exist.
     """
     paths = ShardPaths.of(prefix).with_columns([check_column_name(name)])
     require_local(paths.prefix, "attaching a column")
@@ -115,10 +116,10 @@ def write_column(
 
 
 def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
-    """Values of some rows as an array. FormatError, which begins with ``where``, if numpy makes none of them."""
+    """Convert the values of some rows to an array. FormatError, which begins with ``where``: numpy cannot do that."""
     try:
         array = plain_array(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot take
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot convert
         raise FormatError(f"{where}: column {name}: the values make no array ({error})") from None
     if not array.ndim:
         raise FormatError(f"{where}: column {name} has shape (); expected an array of some rows")
@@ -129,7 +130,7 @@ def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
 
 
 class UnmappedRows:
-    """The rows of a column that is not mapped; each slice is read anew. ``items`` has one item a row."""
+    """The rows of a column that is not mapped. Each slice is read again. ``items`` has one item per row."""
 
     def __init__(self, items: Array, spec: ColumnSpec) -> None:
         self._items, self._spec = items, spec
@@ -151,8 +152,8 @@ class ShardColumn:
     """A column of an open shard.
 
     Attributes:
-        name: of the column.
-        header: of the column's file.
+        name: name of the column.
+        header: header of the column's file.
         items: the rows, one item each; of dtype void if a row has several values.
     """
 
@@ -168,12 +169,12 @@ class ShardColumn:
 
     @cached_property
     def items_in_memory(self) -> NDArray[Any]:
-        """All ``items``: a view if the file is mapped, else read once and kept in memory."""
+        """All ``items``: a view if the file is mapped, else read once and cached in memory."""
         return self.items[:]
 
     @property
     def spec(self) -> ColumnSpec:
-        """What the column is: dtype and width of a row, what has one row, and metadata."""
+        """The column's spec: dtype and width of a row, unit of a row, and metadata."""
         return self.header.spec
 
     def __len__(self) -> int:
@@ -181,11 +182,11 @@ class ShardColumn:
 
 
 def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap") -> ShardColumn:
-    """Open a column of the shard at ``paths``, whose header is given.
+    """Open a column of the shard at ``paths`` with this header.
 
     Raises:
         ShardNotFoundError: the shard has no such column.
-        CorruptShardError: a rule of FORMAT.md is broken: C1 to C6, C8.
+        CorruptShardError: a rule of FORMAT.md is broken (C1 to C6, C8).
         StorageError: an object store does not answer.
     """
     path = paths.column(name)
@@ -225,7 +226,7 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
 
 
 class _NoColumnError(KeyError):
-    """A shard has no column of a name; lists the others when it is shown, as ``get`` and ``in`` raise it too."""
+    """A shard has no column of this name. The text lists the other columns. ``get`` and ``in`` use this error, too."""
 
     def __init__(self, name: str, columns: ShardColumns) -> None:
         super().__init__(name)
@@ -236,21 +237,21 @@ class _NoColumnError(KeyError):
 
 
 class ShardColumns(Mapping[str, ShardColumn]):
-    """The columns of a shard by name, those that it lists and those that were attached; each is opened on first use."""
+    """The columns of a shard by name, both listed and attached ones. Each is opened on first use."""
 
-    # This object may hold no reference to the Shard that holds it: without a cycle, files are closed at once when the
-    # last reference to the Shard goes.
+    # This object must not refer to the Shard that holds it. Without a reference cycle, files are closed as soon as the
+    # last reference to the Shard is gone.
     def __init__(self, paths: ShardPaths, header: Header, backend: Backend) -> None:
         self._paths, self._header, self._backend = paths, header, backend
         self._opened: dict[str, ShardColumn] = {}
 
     @property
     def prefix(self) -> str:
-        """Of the shard."""
+        """Prefix of the shard."""
         return self._paths.prefix
 
     def open(self, name: str) -> ShardColumn:
-        """The column of this name. Errors as of ``open_column``."""
+        """Return the column of this name. See ``open_column`` for errors."""
         if name not in self._opened:
             self._opened[name] = open_column(self._paths, name, self._header, self._backend)
         return self._opened[name]
@@ -268,9 +269,9 @@ class ShardColumns(Mapping[str, ShardColumn]):
 
 
 def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
-    """The number of the pair that each sequence belongs to, [sequences]; None if the shard has no column ``pair``.
+    """Return the pair number of each sequence, [sequences], or None if the shard has no column ``pair``.
 
-    CorruptShardError: the column does not make pairs of the sequences (rule C10).
+    CorruptShardError: the column does not form pairs of the sequences (rule C10).
     """
     if (column := shard.columns.get("pair")) is None:
         return None

@@ -1,7 +1,7 @@
 """Copies of the index files of remote shards, in a local folder that processes share.
 
-A copy is named after the checksum of its bytes, so that a copy of a file that was replaced is never taken for a copy of
-the new one. A file of another content that has such a name is neither used nor removed.
+A copy is named after the checksum of its content, so the copy of a replaced file is never used for the new file. A file
+with such a name but other content is neither used nor removed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from megatron_sft_idx.storage.publish import Kind, new_control_file
 _VARIABLE = "SFT_IDX_CACHE"
 _REMEDY = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
 _COPY_NAME = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
-# No copy is ever replaced. What a killed process has fetched of one is recognised by its name.
+# A copy is never replaced. The partial download of a killed process is recognised by its name.
 _INDEX_COPY = Kind("an index file of a shard", lambda path: path.endswith(".index.tmp"))
 _DAY_SECONDS = 86_400
-# A copy that no process has opened for so long is removed.
+# A copy that no process has opened for this long is removed.
 _MAX_UNUSED_DAYS = 30
-# Copies that had their checksums when this process read them: path, digest, and the file's stamp at that time.
+# Copies that had the right checksum when this process read them: path, digest, and the file's stamp at that time.
 _checked_copies: set[tuple[Path, FileDigest, tuple[int, ...]]] = set()
 
 
 def cached_copy(
     folder: str | None, digest: FileDigest, fetch: Callable[[], Iterable[bytes | memoryview]], source: str
 ) -> str:
-    """The path of a local copy of an index file: whole, checked, and fetched first if the folder has none.
+    """Return the path of a complete, checked local copy of an index file. Fetch it first if the folder has none.
 
     Args:
-        folder: where copies are kept; None for what ``SFT_IDX_CACHE`` names, else one in the user's cache folder.
+        folder: folder of the copies. None uses ``SFT_IDX_CACHE``, or else a folder in the user's cache folder.
         digest: size and checksum of the index file.
-        fetch: gives its bytes in chunks; called only if the folder has no good copy.
-        source: where ``fetch`` reads, for error messages.
+        fetch: yields its bytes in chunks; called only if the folder has no good copy.
+        source: origin of the bytes, for error messages.
 
     Raises:
         CorruptShardError: the fetched bytes have another checksum (rule F3).
-        FormatError: the folder cannot be written, or is full; or nothing names a folder, and the user has no home.
+        FormatError: the folder is not writable or full, or no folder is configured and the user has no home folder.
     """
     folder = folder or _default_folder()
     require_local(folder, "a cache of index files", _REMEDY)
     cache = Path(folder)
-    # A file of another content may have the name of the copy; then the copy takes the next name.
+    # If a file with other content has the name of the copy, the copy takes the next name.
     names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
     for copy in map(cache.joinpath, names):
         if _is_good(copy, digest):
@@ -90,7 +90,7 @@ def _default_folder() -> str:
 
 
 def _is_good(path: Path, digest: FileDigest) -> bool:
-    """Whether a copy is there and whole. A process reads a copy once, and again only if its stamp has changed."""
+    """Return whether a complete copy exists. A process reads a copy once, and again only if its stamp changed."""
     try:
         status = path.stat()
         checked = path, digest, stamp_of(status)
@@ -99,7 +99,7 @@ def _is_good(path: Path, digest: FileDigest) -> bool:
     except (OSError, FormatError):
         return False
     if time.time() - status.st_mtime > _DAY_SECONDS:
-        with contextlib.suppress(OSError):  # in a folder that may not be written, no copy is removed either
+        with contextlib.suppress(OSError):  # in a read-only folder, nothing is removed either
             os.utime(path)
     _checked_copies.add(checked)
     return True
@@ -112,6 +112,6 @@ def _remove_unused(cache: Path) -> None:
         with contextlib.suppress(OSError, FormatError):  # another process may have removed it already
             status = path.lstat()
             is_unused = S_ISREG(status.st_mode) and time.time() - status.st_mtime > _MAX_UNUSED_DAYS * _DAY_SECONDS
-            # The name alone does not prove that a file is a copy: its content must have the checksum.
+            # The name does not prove that a file is a copy. Its content must have the checksum.
             if name and is_unused and has_digest(str(path), FileDigest(status.st_size, bytes.fromhex(name[1]))):
                 path.unlink()

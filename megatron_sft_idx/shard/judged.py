@@ -1,4 +1,7 @@
-"""Columns that say which answers are bad: of preference pairs and of KTO. Without them, all answers look good."""
+"""Columns that mark bad answers, in preference pairs and KTO data.
+
+Without them, all answers would be trained as good.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import has_column
 
-# The column of KTO's labels, as preprocess writes it. A column ``label`` of another kind is anybody's.
+# The column of KTO labels, as preprocess writes it. A column ``label`` of another kind has some other meaning.
 _KTO_LABEL = ColumnSpec("sequence", np.uint8)
 _JUDGED = {"pair": "preference pairs", "label": "KTO labels"}
 _IN_COLUMNS = "ask for it in columns, and use a loss that takes it, such as training.losses.dpo_losses"
@@ -28,16 +31,16 @@ def require_judged(
     columns: Collection[str],
     remedy: str | Mapping[str, str] = _IN_COLUMNS,
 ) -> None:
-    """FormatError where a column says that answers are bad, and is not among those that are asked for.
+    """Raise FormatError if a column marks bad answers and is not among the requested columns.
 
     Args:
-        where: the shard or file, for the error.
-        names: of the columns that it has.
-        spec_of: gives the spec of the column of a name; called where the name alone does not tell.
-        metadata: of its header. Where they do not say of which kind its rows were, as those of a merged shard may not,
-            a column ``label`` of the kind that KTO's is of is taken to be that.
-        columns: names of those that are asked for.
-        remedy: what to do about it; or that by the name of the column.
+        where: the shard or file, for the error message.
+        names: names of its columns.
+        spec_of: returns the spec of a column by name; called only if the name is not enough.
+        metadata: metadata of its header. If it does not have the kind of the rows (a merged shard may not), a column
+            ``label`` of the same kind as KTO's is treated as KTO labels.
+        columns: names of the requested columns.
+        remedy: the remedy for the message, or remedies by column name.
     """
     options = metadata.get("options")
     row_kind = options.get("row_kind", "kto") if isinstance(options, dict) else "kto"
@@ -55,9 +58,9 @@ def require_judged(
 def require_shard_judged(
     prefix: str, header: Header, columns: Collection[str], remedy: str | Mapping[str, str] = _IN_COLUMNS
 ) -> None:
-    """As ``require_judged``, for a shard and the columns that it was written with.
+    """Call ``require_judged`` for a shard and the columns that it was written with.
 
-    A header that was rebuilt does not list these any more, so those that lie beside it count.
+    A rebuilt header no longer lists these columns, so the columns next to the shard are used instead.
     """
     paths, names = ShardPaths.of(prefix), {*listed_columns(header.metadata)}
     if header.rebuilt:

@@ -1,4 +1,4 @@
-"""Images and audio of an open shard: where they stand, and their encoded files."""
+"""Images and audio of an open shard: their positions, and their encoded files."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _RESTORE = "restore the file from a copy: images and audio cannot be made again 
 
 
 class ShardMedia:
-    """The images and audio of an open shard. Equal files are stored once, so several items may show one *blob*.
+    """The images and audio of an open shard. Identical files are stored once, so several items can show one *blob*.
 
     Attributes:
-        header: of ``.media.items``.
+        header: header of ``.media.items``.
         arrays: its arrays, by name (``ARRAYS``).
         data_bytes: ``.media.data``, uint8 [data_nbytes].
     """
@@ -58,7 +58,7 @@ class ShardMedia:
         return self.header.num_blobs
 
     def check_ends(self) -> None:
-        """CorruptShardError unless the items are those of all packs (M5), and the blobs all of the data (M10)."""
+        """Raise CorruptShardError unless the items cover all packs (M5) and the blobs cover all data (M10)."""
         for rule, name, at, expected in self.header.offset_ends():
             if (found := int(self.arrays[name][at : at + 1][0])) != expected:
                 raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
@@ -69,9 +69,9 @@ class ShardMedia:
         return CorruptShardError(self.paths.media_items, begin + at * itemsize, rule, f"{detail}; {_RESTORE}")
 
     def data(self, number: int) -> memoryview:
-        """The bytes of a blob, a view where the file is mapped.
+        """Return the bytes of a blob, as a view if the file is mapped.
 
-        CorruptShardError: its offsets leave the file (M10), or it does not have its hash (M11).
+        CorruptShardError: its offsets are outside the file (M10), or its hash does not match (M11).
         """
         found = self._bytes(number)
         if blob_hash(found) != self.hash(number):
@@ -84,9 +84,9 @@ class ShardMedia:
         return self.bytes_of_each([number])[number]
 
     def bytes_of_each(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        """Read-only bytes of some blobs, by number. Blobs that lie one behind the other are read at once.
+        """Return read-only bytes of several blobs, by number. Adjacent blobs are read at once.
 
-        CorruptShardError: offsets leave the file (M10).
+        CorruptShardError: offsets are outside the file (M10).
         """
         found: dict[int, memoryview] = {}
         stretches = self._stretches_of(numbers)
@@ -96,27 +96,30 @@ class ShardMedia:
         return found
 
     def will_need(self, numbers: Sequence[int]) -> None:
-        """Have the kernel read these blobs from disk in the background; of a remote shard nothing is read.
+        """Make the kernel read these blobs from disk in the background. Does nothing for a remote shard.
 
-        CorruptShardError: offsets leave the file (M10).
+        CorruptShardError: offsets are outside the file (M10).
         """
         if isinstance(self.data_bytes, np.ndarray):
             self._advise(self._stretches_of(numbers))
 
     def _stretches_of(self, numbers: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """The blobs in runs that lie one behind the other: the first of each run, and the offsets of the run."""
+        """Return the runs of adjacent blobs: the first number of each run, and the offsets of the run."""
         of_blobs = list(_stretches(sorted({*numbers})))
         offsets_of_each = self._at_once(lambda stretch: self._offsets(*stretch), of_blobs)
         return [(first, offsets) for (first, _), offsets in zip(of_blobs, offsets_of_each, strict=True)]
 
     def _advise(self, stretches: Sequence[tuple[int, list[int]]]) -> None:
-        """Ask the disk for all of them at once, and not for one page after the other."""
+        """Ask the disk for all of them at once, not for one page after another."""
         if isinstance(self.data_bytes, np.ndarray):
             begins, ends = ([offsets[at] for _, offsets in stretches] for at in (0, -1))
             _native.will_need(self.data_bytes, np.array(begins, np.int64), np.array(ends, np.int64))
 
     def _offsets(self, first: int, last: int) -> list[int]:
-        """Where blobs ``[first, last)`` begin, and the last one ends. CorruptShardError: not in the file (M10)."""
+        """Return the offsets of blobs ``[first, last)`` and the end of the last.
+
+        CorruptShardError: outside the file (M10).
+        """
         offsets: list[int] = self.arrays["blob_offsets"][first : last + 1].tolist()
         for number, (begin, end) in enumerate(pairwise(offsets), first):
             if not 0 <= begin < end <= self.header.data_nbytes:
@@ -125,28 +128,31 @@ class ShardMedia:
         return offsets
 
     def _stretch(self, stretch: tuple[int, list[int]]) -> dict[int, memoryview]:
-        """The bytes of blobs from one on, by number, which lie between these offsets."""
+        """Return the bytes of a run of adjacent blobs with these offsets, by number."""
         first, offsets = stretch
         data = self.data_bytes[offsets[0] : offsets[-1]].data.toreadonly()
         of_blobs = enumerate(pairwise(offsets), first)
         return {number: data[begin - offsets[0] : end - offsets[0]] for number, (begin, end) in of_blobs}
 
     def _at_once(self, read: Callable[[_Part], _Read], parts: Sequence[_Part]) -> Iterable[_Read]:
-        """What ``read`` makes of each part, in order; each takes a request, and these are made at once."""
+        """Apply ``read`` to each part and return the results in order.
+
+        Each takes a request; requests run in parallel.
+        """
         is_remote_file = isinstance(self.data_bytes, RemoteArray)
         return request_pool().map(read, parts) if is_remote_file and len(parts) > 1 else map(read, parts)
 
     def nbytes(self, number: int) -> int:
-        """The size of a blob in bytes. CorruptShardError: its offsets leave the file (M10)."""
+        """Return the size of a blob in bytes. CorruptShardError: its offsets are outside the file (M10)."""
         begin, end = self._offsets(number, number + 1)
         return end - begin
 
     def hash(self, number: int) -> bytes:
-        """The hash of a blob, as it is stored."""
+        """Return the stored hash of a blob."""
         return bytes(self.arrays["blob_hashes"][number : number + 1].tobytes())
 
     def items_checksum(self) -> bytes:
-        """The xxh3_128 of the arrays in ``.media.items``, which is read for it."""
+        """Read the arrays in ``.media.items``, and return their xxh3_128."""
         path, begin = self.paths.media_items, self.header.header_nbytes
         if not is_remote(path):
             return digest_file(path, begin).checksum
@@ -158,9 +164,9 @@ class ShardMedia:
         return hashed.checksum()
 
     def items(self, first: int, last: int) -> tuple[NDArray[np.int64], Items]:
-        """Items of packs ``[first, last)``: how many each has, int64 [packs], and their places in the packs.
+        """Return the items of packs ``[first, last)``: counts per pack, int64 [packs], and positions in the packs.
 
-        CorruptShardError: the offsets leave the file (M5), or an item shows a blob that is not there (M9).
+        CorruptShardError: the offsets are outside the file (M5), or an item shows a blob that does not exist (M9).
         """
         offsets = self.arrays["item_offsets"][first : last + 1]
         begin, end = int(offsets[0]), int(offsets[-1])
@@ -187,16 +193,16 @@ class ShardMedia:
         return np.append(0, np.cumsum(np.diff(offsets)[items.blobs]))
 
     def nbytes_before(self, pack: int) -> int:
-        """Bytes of the items of all packs before this one, each with its own encoded file.
+        """Return the bytes of the items of all packs before this one, each counted with its own encoded file.
 
-        CorruptShardError: as of ``items``, or blobs do not lie one behind the other (M10).
+        CorruptShardError: an error of ``items``, or blobs are not adjacent (M10).
         """
         return int(self._item_ends[self._first_item(pack)])
 
     def of_pack(self, pack: int, length: int) -> list[MediaItem]:
-        """The items of one pack, which has ``length`` tokens, in order.
+        """Return the items of one pack of ``length`` tokens, in order.
 
-        CorruptShardError: a rule is broken that keeps one from being read: M5, M6, M8 to M10.
+        CorruptShardError: a broken rule prevents reading an item: M5, M6, M8 to M10.
         """
         _, items = self.items(pack, pack + 1)
         if not len(items.starts):
@@ -215,18 +221,18 @@ class ShardMedia:
     def of_ranges(
         self, token_offsets: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], Items]:
-        """The items of some sequences, in order; see ``ShardItems``.
+        """Return the items of several sequences, in order. See ``ShardItems``.
 
         Args:
-            token_offsets: of the shard's packs, int64 [packs + 1].
+            token_offsets: offsets of the shard's packs, int64 [packs + 1].
             starts: position of the first token of each sequence in the shard, int64 [sequences].
-            lengths: how many tokens each has, int64 [sequences].
+            lengths: number of tokens of each sequence, int64 [sequences].
 
         Returns:
-            For each item the number of its sequence, int64 [items]; and the items, whose ``starts`` are counted from
-            the first token of the sequence.
+            The number of the sequence of each item, int64 [items]; and the items, with ``starts`` counted from the
+            first token of the sequence.
 
-        CorruptShardError: a rule is broken that keeps one from being found: M5 to M9.
+        CorruptShardError: a broken rule prevents finding an item: M5 to M9.
         """
         arrays, packs = self._item_arrays, np.searchsorted(token_offsets, starts, "right") - 1
         offsets = arrays["item_offsets"]
@@ -258,28 +264,31 @@ class ShardMedia:
 
     @cached_property
     def _item_arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays of items, of a remote shard read as a whole: batches need some entries of every part of them."""
+        """The arrays of items.
+
+        For a remote shard they are read completely, because batches need entries from everywhere.
+        """
         return {name: self.arrays[name][:] for name in ("item_offsets", *Items._fields)}
 
     def _first_item(self, pack: int) -> int:
         return int(self.arrays["item_offsets"][pack : pack + 1][0])
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
-        """CorruptShardError where the kind of an item is unknown (M8); the items begin with those of ``pack``."""
+        """Raise CorruptShardError if the kind of an item is unknown (M8). The items begin with those of ``pack``."""
         if not (known := _IS_KIND[items.kinds]).all():
             at, expected = int(np.argmin(known)), " or ".join(map(str, KIND_NAMES))
             detail = f"kind {items.kinds[at]}, expected {expected}"
             raise self._error("kinds", self._first_item(pack) + at, "M8", detail)
 
     def of_sequences(self, first: int, sequence_offsets: NDArray[np.int64], seq_starts: NDArray[np.int64]) -> RunMedia:
-        """The items of the packs from ``first`` on, by sequence.
+        """Return the items of the packs from ``first`` on, by sequence.
 
         Args:
             first: number of the first pack.
-            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1], the first 0.
-            seq_starts: where each sequence begins in its pack, int64 [sequences].
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1]; the first is 0.
+            seq_starts: start of each sequence in its pack, int64 [sequences].
 
-        CorruptShardError: as of ``items``, or a kind is unknown (M8).
+        CorruptShardError: an error of ``items``, or an unknown kind (M8).
         """
         counts, items = self.items(first, first + len(sequence_offsets) - 1)
         self._require_known_kinds(first, items)
@@ -292,7 +301,7 @@ class ShardItems:
 
     Args:
         media: the images and audio of the shard.
-        token_offsets: where its packs begin, and the last one ends: int64 [packs + 1].
+        token_offsets: start of each pack and end of the last one: int64 [packs + 1].
     """
 
     def __init__(self, media: ShardMedia, token_offsets: NDArray[np.int64]) -> None:
@@ -300,18 +309,18 @@ class ShardItems:
         self.bytes_of_each, self.will_need = media.bytes_of_each, media.will_need
 
     def of_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], Items]:
-        """The items of some sequences; see ``ShardMedia.of_ranges``."""
+        """Return the items of several sequences. See ``ShardMedia.of_ranges``."""
         return self._media.of_ranges(self._token_offsets, starts, lengths)
 
 
 def items_start(paths: ShardPaths) -> FileStart | None:
-    """The header of ``.media.items`` at a prefix, unchecked; None if no such file is there."""
+    """Return the header of ``.media.items`` at a prefix, unchecked, or None if the file does not exist."""
     path = paths.media_items
     return read_start(path, MEDIA) if is_remote(path) or os.path.isfile(path) else None
 
 
 def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each run of consecutive numbers begins, and ends behind its last; ``numbers`` ascend."""
+    """Yield begin and end (exclusive) of each run of consecutive numbers; ``numbers`` ascend."""
     first = last = -1
     for number in numbers:
         if number != last:
@@ -324,16 +333,16 @@ def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def copied_items(items: Sequence[MediaItem]) -> list[MediaItem]:
-    """The same items with copies of their encoded files, ``bytes`` that depend on no open file."""
+    """Return the same items with copies of their encoded files, as ``bytes`` that depend on no open file."""
     return [replace(item, data=bytes(item.data)) for item in items]
 
 
 def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> ShardMedia | None:
-    """Open the images and audio of the shard at ``paths``, whose header is given; None if it has none.
+    """Open the images and audio of the shard at ``paths`` with this header; None if it has none.
 
     Raises:
         ShardNotFoundError: one of the two files is missing.
-        CorruptShardError: a rule of FORMAT.md is broken: M1 to M5, M10.
+        CorruptShardError: a rule of FORMAT.md is broken (M1 to M5, M10).
         StorageError: an object store does not answer.
     """
     if (listed := listed_media(header.metadata)) is None:
@@ -377,7 +386,7 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
         data_file = open_items(data, whole, media.data_nbytes, media.data_nbytes, backend, confirm, 0)
         if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
             confirm()
-    # All arrays are parts of one file, so one map or one descriptor serves them.
+    # All arrays are parts of one file, so one map or one descriptor is enough.
     arrays = {
         each.name: part_of(path, items_file, each.dtype, entries, begin)
         for each, (begin, entries) in zip(ARRAYS, media.places().values(), strict=True)

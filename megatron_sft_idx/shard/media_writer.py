@@ -1,12 +1,12 @@
-"""Writing the images and audio of a shard: each encoded file once, and the items that show it.
+"""Write the images and audio of a shard: each encoded file once, and the items that show it.
 
-Encoded files are appended to ``.media.data`` as items first use them. Two logs of blocks (``pack_log``) note what was
-written: ``X.building/blobs`` with ``_BLOB`` records, and ``X.building/items`` with ``_ITEM`` records. In the end,
-``.media.items`` is made from them. Only the hashes of the files are kept in memory, in 24 to 32 bytes each.
+Encoded files are appended to ``.media.data`` when an item first uses them. Two logs of blocks (``pack_log``) record
+what was written: ``X.building/blobs`` with ``_BLOB`` records, and ``X.building/items`` with ``_ITEM`` records. At the
+end, ``.media.items`` is made from them. Memory holds only the hashes of the files, 24 to 32 bytes each.
 
-Each block of items ends with a record of kind ``_NOTED``, whose pack is the number of packs whose items are all noted.
-After a power failure, the end of this log may be missing: packs behind that number must not count as packs without
-items.
+Each block of items ends with a record of kind ``_NOTED``. Its pack is the number of packs whose items are all logged.
+After a power failure, the end of this log may be missing. Packs after that number must not be mistaken for packs
+without items.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _NOTED = 0
 
 
 class PlacedMedia(NamedTuple):
-    """Images and audio of a run of packs, held to the rules.
+    """Images and audio of a run of packs, checked against the rules.
 
     Attributes:
-        items: in order; ``starts`` are counted from the first token of the pack.
-        packs: the pack of each, counted in the run, int64 [items].
-        num_packs: how many packs the run has.
+        items: the items in order; ``starts`` are counted from the first token of the pack.
+        packs: number of each item's pack in the run, int64 [items].
+        num_packs: number of packs in the run.
         blobs: the files that the items show.
     """
 
@@ -67,9 +67,9 @@ def placed_media(
     first_pack: int,
     mask_alignment: Literal["label", "token"] = "label",
 ) -> PlacedMedia | None:
-    """The images and audio of a run; of one pack, they may be a list. Errors count the packs from ``first_pack``.
+    """Check the images and audio of a run. For one pack, they may be a list. Errors count packs from ``first_pack``.
 
-    None: sequences do not divide the packs (rules P1 to P4), so there is no place to hold items to.
+    Returns None if the sequences do not divide the packs (rules P1 to P4), because then items have no valid positions.
 
     ValueError: an item breaks a rule, or the list holds something else.
     """
@@ -94,7 +94,7 @@ def placed_media(
 
 
 def _is_divided(run: PackRun) -> bool:
-    """Whether all packs of a run have tokens, and sequences divide them."""
+    """Return whether all packs of a run have tokens and are divided by their sequences."""
     lengths, sequences, starts = run.pack_lengths, run.pack_sequences, run.seq_starts
     if len(lengths) != len(sequences) or lengths.min(initial=1) < 1 or sequences.min(initial=1) < 1:
         return False
@@ -104,7 +104,10 @@ def _is_divided(run: PackRun) -> bool:
 
 
 def _items_of(media: Sequence[MediaItem], what: str) -> tuple[Items, BlobsInMemory]:
-    """The items of one pack. ValueError, which begins with ``what``: one is no image or recording at some tokens."""
+    """Return the items of one pack.
+
+    ValueError, which begins with ``what``: one is not an image or recording at tokens.
+    """
     rows, blobs = np.empty((len(media), 4), np.int64), BlobsInMemory()
     for number, item in enumerate(media):
         if not isinstance(item, MediaItem) or item.kind not in [*KINDS]:
@@ -121,10 +124,10 @@ def _items_of(media: Sequence[MediaItem], what: str) -> tuple[Items, BlobsInMemo
 
 
 class MediaWriter:
-    """Writes ``.media.data`` and ``.media.items`` of a shard, as its packs come.
+    """Writes ``.media.data`` and ``.media.items`` of a shard while its packs are added.
 
     Args:
-        publication: of the shard, whose paths include both files.
+        publication: publication of the shard, whose paths include both files.
     """
 
     def __init__(self, publication: Publication) -> None:
@@ -134,16 +137,16 @@ class MediaWriter:
         self._table = BlobTable()
         self._staged_items: list[NDArray[Any]] = []
         self._staged_blobs: list[tuple[int, bytes]] = []
-        # Of an interrupted build so many packs are taken over. What the logs note behind them is passed over.
+        # Number of packs taken over from an interrupted build. Later log entries are ignored.
         self._most_packs: int | None = None
-        # The blobs of the source that came last, and the number here of each + 1, or 0 where it is not known yet.
+        # The blobs of the most recent source: for each, its number here + 1, or 0 if it is not known yet.
         self._numbers: tuple[Blobs, NDArray[np.uint32]] | None = None
         self.num_items = 0
 
     def add(self, placed: PlacedMedia, num_packs: int) -> None:
-        """Add the items of the last packs, of ``num_packs`` that there are now; new files are written at once.
+        """Add the items of the last packs, when there are ``num_packs`` in total. New files are written at once.
 
-        CorruptShardError: a file that is read from another shard does not have its hash.
+        CorruptShardError: a file read from another shard does not have its hash.
         """
         items, packs, of, blobs = placed
         if self._numbers is None or self._numbers[0] is not blobs:
@@ -167,7 +170,7 @@ class MediaWriter:
         return new
 
     def flush(self, num_packs: int) -> None:
-        """Note what was added, of ``num_packs`` that there are now. The packs must be noted after this."""
+        """Log what was added, when there are ``num_packs`` in total. The packs must be logged after this."""
         assert self._most_packs is None
         if self._staged_blobs:
             append_records(self._blob_log, _BLOB_MAGIC, np.array(self._staged_blobs, _BLOB))
@@ -183,7 +186,7 @@ class MediaWriter:
             yield from read_records(stream, magic, record)
 
     def _logged_items(self) -> Iterator[NDArray[Any]]:
-        """The items of the packs that count, in arrays of one or more."""
+        """Yield the items of the packs that count, in nonempty arrays."""
         for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
             kept = records["kind"] != _NOTED
             if self._most_packs is not None:
@@ -192,7 +195,7 @@ class MediaWriter:
                 yield records[kept]
 
     def _logged_blobs(self) -> Iterator[NDArray[Any]]:
-        """The blobs that these items show, in arrays of one or more."""
+        """Yield the blobs that these items show, in nonempty arrays."""
         remaining = len(self._table)
         for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
             if not remaining:
@@ -201,7 +204,7 @@ class MediaWriter:
             remaining -= len(records[:remaining])
 
     def write_items(self, file: OutputFile, num_packs: int) -> MediaHeader:
-        """Write ``.media.items`` from the logs; returns its header, which is written once the shard id is known."""
+        """Write ``.media.items`` from the logs. Return its header, which is written once the shard id is known."""
         self._data.file.truncate(self._data.nbytes)
         media = MediaHeader(
             bytes(16),
@@ -237,7 +240,7 @@ class MediaWriter:
         return dataclasses.replace(media, arrays_checksum=out.checksum())
 
     def _item_offsets(self, num_packs: int) -> Iterator[NDArray[np.int64]]:
-        """``item_offsets``: for each pack how many items come before it, then how many there are."""
+        """Yield ``item_offsets``: the number of items before each pack, then the total."""
         next_pack = num_before = 0
         for records in self._logged_items():
             packs = records["pack"].astype(np.int64)
@@ -249,12 +252,12 @@ class MediaWriter:
         for first in range(next_pack, num_packs + 1, CHUNK_PACKS):
             yield np.full(min(first + CHUNK_PACKS, num_packs + 1) - first, num_before)
 
-    # ---- going on with an interrupted build ----
+    # ---- resuming an interrupted build ----
 
     def whole_packs(self, num_packs: int) -> int:
-        """How many of the first packs of an interrupted build have all their items, and the files that these show.
+        """Return how many of the first packs of an interrupted build have all their items and the files of these items.
 
-        Bytes or notes of the others were lost.
+        For the other packs, data or log entries were lost.
         """
         num_blobs = num_noted = 0
         for nbytes, hashed, begin in self._noted_blobs():
@@ -270,9 +273,9 @@ class MediaWriter:
         return min(num_packs, num_noted)
 
     def resume(self, num_packs: int) -> None:
-        """Take over the items of the first packs, and the files that they show. No others can be added then.
+        """Take over the items of the first packs and the files that they show. After this, no others can be added.
 
-        The logs stay as they are: a recovery that is killed can be run again.
+        The logs stay unchanged, so a recovery that is killed can be repeated.
         """
         self._most_packs, num_blobs = num_packs, 0
         for records in self._logged_items():
@@ -283,7 +286,7 @@ class MediaWriter:
             self._table.number(hashed)
 
     def _noted_blobs(self) -> Iterator[tuple[int, bytes, int]]:
-        """All blobs that were noted: of each its size in bytes, its hash, and where it begins in ``.media.data``."""
+        """Yield all logged blobs: size in bytes, hash, and offset in ``.media.data``."""
         begin = 0
         for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
             for nbytes, hashed in records.tolist():

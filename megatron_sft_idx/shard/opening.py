@@ -1,11 +1,11 @@
-"""Opening a shard, on disk or in an object store: its header, the names of its columns, and the arrays of its files.
+"""Open a shard on disk or in an object store: its header, the names of its columns, and the arrays of its files.
 
-The index files of a remote shard are copied into a local cache; tokens and masks are read from the store, in ranges,
+The index files of a remote shard are copied into a local cache. Tokens and masks are read from the store in ranges,
 when they are needed.
 
 A writer that replaces a shard removes ``.seq.idx`` first and writes the new one last (rules W2, W3), on disk and in
-stores. So ``open_files`` reads ``.seq.idx`` first, and looks at it again when all files are open. If it is still the
-same, all files belong to it. From then on every range of an object is read under the etag that the object had.
+stores. Therefore ``open_files`` reads ``.seq.idx`` first, and checks it again when all files are open. If it has not
+changed, all files belong to it. After that, every range of an object is read under the etag that the object had.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from megatron_sft_idx.storage.remote.transport import request_pool
 
 # ---- files and objects ----
 
-# Bytes that are read at first. The header of nearly every shard is shorter: 256 bytes and a few KiB of JSON.
+# Number of bytes to read first. Nearly every header is shorter: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10
 
 
 class FileStart(NamedTuple):
-    """The beginning of a file, or of an object in a store, and the size of the whole.
+    """The beginning of a file, or of an object in a store, and the total size.
 
-    ``raw`` is the header; or the whole file, if that is shorter than its header should be. ``info`` is what the store
-    says of an object, ``stamp`` tells a file on disk from one that replaces it (``stamp_of``).
+    ``raw`` is the header, or the whole file if it is shorter than its header should be. ``info`` is the store's
+    information about an object. ``stamp`` distinguishes a file on disk from a file that replaces it (``stamp_of``).
     """
 
     raw: bytes
@@ -64,7 +64,7 @@ class FileStart(NamedTuple):
 
 
 def read_start(path: str, form: HeaderForm) -> FileStart | None:
-    """Read the header of a file or object, whose length ``form`` tells. None: nothing is at the path."""
+    """Read the header of a file or object; ``form`` determines its length. Return None if the path does not exist."""
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
@@ -90,10 +90,10 @@ def read_start(path: str, form: HeaderForm) -> FileStart | None:
 def open_items(
     path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, confirm: Callable[[], None], begin: int
 ) -> Array:
-    """The ``count`` items of a local file from byte ``begin`` on, as an array of a backend.
+    """Return ``count`` items of a local file, starting at byte ``begin``, as an array of a backend.
 
-    ``nbytes`` is the size that the file must have. The backend ``reopen`` calls ``confirm`` when the file at the path
-    has been replaced or changed; ``confirm`` must raise an error if the shard has been replaced.
+    ``nbytes`` is the required size of the file. The backend ``reopen`` calls ``confirm`` if the file at the path was
+    replaced or changed. ``confirm`` must raise an error if the shard was replaced.
     """
     if backend == "reopen":
         return ReopenedArray(path, dtype, count, nbytes, confirm, begin)
@@ -101,19 +101,19 @@ def open_items(
 
 
 def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
-    """Read the header of a shard, and no other file of it.
+    """Read the header of a shard, but none of its other files.
 
     Raises:
         ShardNotFoundError: there is no ``.seq.idx``.
-        CorruptShardError, UnsupportedVersionError: as of ``Header.decode``.
+        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
     """
     paths = ShardPaths.of(prefix)
     return Header.decode(_seq_idx_start(paths).raw, paths.seq_idx)
 
 
 def _seq_idx_start(paths: ShardPaths) -> FileStart:
-    """Read the header of ``.seq.idx``, unchecked. ShardNotFoundError: there is no such file."""
-    # Only a regular file is opened: opening a pipe would wait for its other end.
+    """Read the header of ``.seq.idx`` without checking it. ShardNotFoundError: the file does not exist."""
+    # Open only a regular file: opening a pipe would wait for its other end.
     may_open = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
     if not may_open or (start := read_start(paths.seq_idx, SEQ_IDX)) is None:
         raise _not_found(paths)
@@ -121,7 +121,7 @@ def _seq_idx_start(paths: ShardPaths) -> FileStart:
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Paths of the files of a shard that are missing: of the five, and of the columns and media that it lists."""
+    """Return the paths of a shard's missing files: of the five, and of the columns and media that it lists."""
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FormatError, ShardNotFoundError):
         paths = paths.with_listed(read_header(paths).metadata)
@@ -129,16 +129,17 @@ def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
 
 
 def _missing(paths: ShardPaths) -> list[str]:
-    # One request after another: this may run in a thread of the request pool, and these must not wait for each other.
+    # One request after another: this may run in a thread of the request pool, whose threads must not wait for each
+    # other.
     return [path for path in paths.all if not object_exists(path)] if is_remote(paths.prefix) else paths.missing()
 
 
-# Endings of files that hold rows.
+# Suffixes of files that hold rows.
 _ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
-    """The error about a prefix without a whole shard: which files are missing, and a remedy."""
+    """Return the error about a prefix without a complete shard: the missing files, and a remedy."""
     missing = _missing(paths)
     lacks_header = not missing or paths.seq_idx in missing
     remedy = "copy all five files, .seq.idx last"
@@ -159,9 +160,9 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
 
 
 def where_to_look(paths: ShardPaths) -> str:
-    """The remedy in errors about a prefix where nothing is.
+    """Return the remedy for errors about a prefix at which nothing exists.
 
-    If unfinished work lies at a longer prefix, such as one of several outputs, the remedy names it.
+    If there is unfinished work at a longer prefix, such as one of several outputs, the remedy names it.
     """
     beside = sorted(glob.glob(f"{glob.escape(paths.prefix)}[.-]*{BUILDING}"))
     for unfinished in (folder.removesuffix(BUILDING) for folder in beside):
@@ -174,7 +175,7 @@ def where_to_look(paths: ShardPaths) -> str:
 
 
 def _other_file(path: str) -> str:
-    """What to do with a path that is a file instead of a prefix; empty if it is no file."""
+    """Return advice for a path that is a file instead of a prefix; "" if it is not a file."""
     if not os.path.isfile(path):
         return ""
     bare = path.removesuffix(".gz").removesuffix(".zst")
@@ -194,7 +195,7 @@ def _preprocess(rows: str, output: str) -> str:
 
 
 def what_a_folder_holds(folder: str) -> str:
-    """What to do with a folder without shards, which may hold rows or shards further down."""
+    """Return advice for a folder without shards. It may hold rows, or shards in subfolders."""
     stem = folder.rstrip("/")
     nothing = "the folder holds no shard of its own"
     if is_remote(folder):
@@ -213,7 +214,7 @@ def what_a_folder_holds(folder: str) -> str:
 
 
 def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
-    """FormatError if the shard that is at a prefix now has another id than the shard that was there before."""
+    """Raise FormatError if the shard at a prefix now has another id than the shard that was there before."""
     if present_id != expected_id:
         raise FormatError(
             f"{prefix}: shard {present_id.hex()} is here now, this dataset was made from {expected_id.hex()};"
@@ -221,20 +222,20 @@ def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
         )
 
 
-# ---- which columns a shard has ----
+# ---- columns of a shard ----
 
 
 def _shard_of(path: str) -> bytes | None:
-    """Id of the shard that the column at a path belongs to; None if there is no column.
+    """Return the id of the shard to which the column at a path belongs, or None if there is no column.
 
-    Errors as of ``ColumnHeader.decode``.
+    See ``ColumnHeader.decode`` for errors.
     """
     start = read_start(path, COLUMN)
     return ColumnHeader.decode(start.raw, path).shard_id if start and start.raw.startswith(COLUMN_MAGIC) else None
 
 
 def is_of_another_shard(path: str, shard_id: bytes) -> bool:
-    """Whether a column is at a path, and belongs to another shard or is too damaged to tell."""
+    """Return whether a path has a column that belongs to another shard or is too damaged to tell."""
     try:
         return _shard_of(path) not in (None, shard_id)
     except FormatError:
@@ -242,13 +243,13 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Names of a shard's columns: those that it lists, and those that were attached.
+    """Return the names of a shard's columns: those that it lists, and those that were attached.
 
-    ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
+    ``beside`` are the names from ``columns_beside`` at this prefix. With None, this function looks for them.
 
     Raises:
-        CorruptShardError: a file that has the name of a column of the shard cannot be read as one. Nothing tells a
-            damaged column from a file of somebody else, so none is passed over.
+        CorruptShardError: a file with the name of a column of the shard cannot be read as one. A damaged column cannot
+            be told from an unrelated file, so none is ignored.
         StorageError: an object store does not answer.
     """
     names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
@@ -256,7 +257,7 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
 
 
 def has_column(paths: ShardPaths, header: Header, name: str) -> bool:
-    """Whether a column is one of those that ``column_names`` gives. Errors as of that."""
+    """Return whether ``column_names`` contains a column. See there for errors."""
     if name in listed_columns(header.metadata):
         return True
     path = paths.column(name)
@@ -273,12 +274,12 @@ def has_column(paths: ShardPaths, header: Header, name: str) -> bool:
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
-    """The names in names of files ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
+    """Return the column names in file names ``PREFIX.NAME.col`` for each prefix. Scans each local folder once.
 
-    The files are not read: they may not be columns, or be columns of another shard.
+    The files are not read. They may not be columns, or may be columns of another shard.
     """
     names: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
-    local: dict[str, dict[str, str]] = {}  # prefixes by folder and file name
+    local: dict[str, dict[str, str]] = {}  # prefixes, by folder and file name
     for prefix, own_names in names.items():
         if is_remote(prefix):
             store, key = open_store(prefix)
@@ -297,34 +298,37 @@ def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
 
 # ---- an open shard ----
 
-# ``FirstReadHints`` divides maps into regions of 2**REGION_SHIFT items: some MiB, about what the kernel reads around a
-# page fault on disks that are set up for large reads.
+# ``FirstReadHints`` divides maps into regions of 2**REGION_SHIFT items. That is a few MiB, about as much as the kernel
+# reads around a page fault on disks that are configured for large reads.
 REGION_SHIFT = 20
-# After this many reads in one region, all of the region is asked for. That takes as long as some twenty single reads,
-# and most of that time passes while the reader goes on.
+# After this many reads in one region, the whole region is requested. This takes as long as about twenty single reads,
+# but most of it overlaps with the reader's work.
 MAX_SINGLE_READS = 8
 
 
 class FirstReadHints:
-    """Asks the kernel for ranges of two maps that are about to be read and were not announced.
+    """Asks the kernel for ranges of two maps that are about to be read and were not announced with ``schedule``.
 
-    Without a hint, a page fault makes the kernel read megabytes around the page, on disks that are set up for large
-    reads. So the first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once; with the
-    last of them the whole region is, because large reads are faster where most of a region is read in the end. A range
-    that begins where the one before it ended needs no hint.
+    Without a hint, a page fault makes the kernel read megabytes around the page on disks that are configured for large
+    reads. The first ``MAX_SINGLE_READS`` ranges of a region are therefore requested exactly, in both maps at once. With
+    the last of them the whole region is requested, because large reads are faster if most of a region is read anyway. A
+    range that begins at the end of the previous one needs no hint.
 
-    ``read_counts`` holds one byte a region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A
-    caller may skip ``before_read`` where that number is reached.
+    ``read_counts`` has one byte per region: the number of ranges that were read in it, up to ``MAX_SINGLE_READS``. A
+    caller may skip ``before_read`` once that number is reached.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
         self._arrays = arrays
-        # Zeros of numpy take no memory until they are written to.
+        # numpy's zeros use no memory until they are written to.
         self.read_counts = np.zeros((len(arrays[0]) >> REGION_SHIFT) + 1, np.uint8).data
         self._last_stop = -1
 
     def before_read(self, start: int, stop: int) -> None:
-        """Give the hints for items ``[start, stop)``. Two threads may call at once; their reads may count as one."""
+        """Give the hints for items ``[start, stop)``.
+
+        Two threads may call this at once; their reads may count as one.
+        """
         region = start >> REGION_SHIFT
         count = self.read_counts[region] = min(self.read_counts[region] + 1, MAX_SINGLE_READS)
         is_sequential, self._last_stop = start == self._last_stop, stop
@@ -340,16 +344,16 @@ class FirstReadHints:
 
 
 class OpenFiles:
-    """The files of an open shard: its header and counts, five arrays, and functions for the offsets of one pack.
+    """The files of an open shard: header and counts, five arrays, and functions that return the offsets of one pack.
 
     Attributes:
-        paths: of the files.
+        paths: paths of the files.
         tokens: ids [tokens].
         loss: label-aligned mask [tokens].
-        starts: where each sequence begins in its pack, uint32 [sequences].
-        sequence_offsets: where each pack's sequences begin, int64 [packs + 1].
-        token_offsets: where each pack's tokens begin, int64 [packs + 1].
-        sequence_range_of, token_range_of: functions of a pack's number, which give its two offsets as ints.
+        starts: start of each sequence in its pack, uint32 [sequences].
+        sequence_offsets: start of each pack's sequences, int64 [packs + 1].
+        token_offsets: start of each pack's tokens, int64 [packs + 1].
+        sequence_range_of, token_range_of: functions that map a pack's number to its two offsets as ints.
         first_reads: hints to the kernel about packs that are about to be read; None unless the tokens are mapped and
             ``advice`` is ``normal``.
     """
@@ -368,7 +372,7 @@ class OpenFiles:
             self.first_reads = FirstReadHints(tokens, loss)
 
     def check_ends(self) -> None:
-        """CorruptShardError unless the offsets cover the files from end to end. Reads two values of each array."""
+        """Raise CorruptShardError unless the offsets cover the files completely. Reads two values of each array."""
         header = self.header
         for rule, unit, offsets, total, base in (
             ("O1", "sequence", self.sequence_offsets, header.num_sequences, header.nbytes),
@@ -380,12 +384,12 @@ class OpenFiles:
                 raise CorruptShardError(self.paths.seq_idx, base, rule, detail)
 
     def pack_error(self, reason: str, pack: int | None = None, first_pack: int = 0) -> FormatError:
-        """The error about a pack that breaks a rule, with file and byte.
+        """Return the error about a pack that breaks a rule, with file and byte offset.
 
         Args:
             reason: the message of a native kernel, such as ``shard 0, pack 7: what is wrong (rule O2)``.
-            pack: the number of the pack in this shard; None if it is the one in ``reason``.
-            first_pack: what is added to the number in ``reason``.
+            pack: number of the pack in this shard; None to take it from ``reason``.
+            first_pack: added to the pack number in ``reason``.
         """
         match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
         if match is None:
@@ -404,9 +408,9 @@ class OpenFiles:
 
 
 def _range_of(offsets: Array) -> Callable[[int], tuple[int, int]]:
-    """A function of i that gives ``offsets[i], offsets[i + 1]`` as ints."""
+    """Return a function that maps i to ``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
-        item = offsets.data  # a memoryview gives ints several times faster than an array
+        item = offsets.data  # a memoryview returns ints several times faster than an array
         return lambda i: (item[i], item[i + 1])
 
     def read(i: int) -> tuple[int, int]:
@@ -417,9 +421,9 @@ def _range_of(offsets: Array) -> Callable[[int], tuple[int, int]]:
 
 
 def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> OpenFiles:
-    """Open the files of a shard. Arguments and errors as of ``Shard``.
+    """Open the files of a shard. See ``Shard`` for arguments and errors.
 
-    A remote shard takes seven small requests, and the download of those index files that the cache lacks.
+    A remote shard takes seven small requests, plus the download of the index files that are not in the cache.
     """
     seq_idx = _seq_idx_start(paths)
     header = Header.decode(seq_idx.raw, paths.seq_idx)
@@ -428,12 +432,12 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
             files = _open_local(paths, header, options)
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
-        # The sizes alone would not tell, because a shard that was packed in another order has the same.
+        # The sizes are not enough: a shard with the packs in another order has the same sizes.
         if _is_still(paths, seq_idx):
             return files
     except ShardNotFoundError:
         raise
-    # While another shard is published, files are missing for a moment. Or one of the paths is not a regular file.
+    # While another shard is being published, files are missing for a moment. Or one of the paths is not a regular file.
     except (OSError, FormatError) as error:
         if isinstance(error, FileNotFoundError) or (seq_idx.info is None and paths.missing()):
             raise _not_found(paths) from None
@@ -443,7 +447,7 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
 
 
 def _is_still(paths: ShardPaths, seq_idx: FileStart) -> bool:
-    """Whether the ``.seq.idx`` at a prefix is still the one that was read. ShardNotFoundError: the disk has none."""
+    """Return whether the ``.seq.idx`` at a prefix is unchanged. ShardNotFoundError: it no longer exists on disk."""
     if seq_idx.info is None:
         with contextlib.suppress(FileNotFoundError):
             if stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp:
@@ -454,7 +458,7 @@ def _is_still(paths: ShardPaths, seq_idx: FileStart) -> bool:
 
 def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> OpenFiles:
     sizes = header.sizes(paths)
-    # Megatron's index is not read; only its size is checked.
+    # Megatron's index is not read. Only its size is checked.
     check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
 
     def confirm() -> None:
@@ -468,13 +472,13 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
     if options.backend == "pread":
         offsets = [array(paths.seq_idx, "<i8", count, begin) for begin in begins]
     else:
-        # Both arrays of offsets are in one file, so one map, or one read, gives both.
+        # Both arrays of offsets are in one file, so one map, or one read, covers both.
         raw = array(paths.seq_idx, "u1", sizes[paths.seq_idx])[:]
         offsets = [raw[begin : begin + 8 * count].view("<i8") for begin in begins]
     tokens = array(paths.tokens, header.token_dtype, header.num_tokens)
     loss = array(paths.loss, header.mask_dtype, header.num_tokens)
     starts = array(paths.starts, "<u4", header.num_sequences)
-    if options.advice != "normal" or options.huge_pages:  # files are read in the normal order without being asked
+    if options.advice != "normal" or options.huge_pages:  # the normal order needs no hint
         for data in (tokens, loss):
             advise_order(data, options.advice, huge_pages=options.huge_pages)
     if options.backend == "reopen":
@@ -498,7 +502,7 @@ def _open_remote(
 
     def index_bytes(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
         copy = cached_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
-        # Any backend but mmap reads the copy into memory, and keeps no file open.
+        # All backends except mmap read the copy into memory and keep no file open.
         local_backend: Backend = "mmap" if backend == "mmap" else "pread"
         return open_array(copy, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
 
@@ -516,6 +520,6 @@ def _open_remote(
 
 
 def object_at(path: str) -> ObjectInfo | None:
-    """What a store says of the object at a path; None if there is none."""
+    """Return a store's information about the object at a path, or None if there is no object."""
     store, key = open_store(path)
     return store.head(key)

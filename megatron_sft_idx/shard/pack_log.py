@@ -1,16 +1,16 @@
-"""``X.building/packs``: what a writer notes of each pack that it has written.
+"""The log ``X.building/packs``: one record for each pack that a writer has written.
 
-Blocks, one behind the other, all numbers little-endian::
+A sequence of blocks, all numbers little-endian::
 
     4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records, one for each pack: uint32 length in tokens,
              uint32 number of sequences
 
 The logs of images and audio consist of blocks of the same form, with other records (``media_writer``). A block is
-appended after the data of its packs was written. So after a kill, the data of all complete blocks is there.
-After a power failure, data that was not synced may be missing from the end of any file; then only those packs count
-that lie wholly in all data files. A block that is cut short or damaged ends the log.
+appended after the data of its packs was written, so after a kill the data of all complete blocks is present. After a
+power failure, unsynced data may be missing at the end of any file; then only packs that are complete in all data files
+count. An incomplete or damaged block ends the log.
 
-A writer keeps no list of its packs in memory: it makes the indexes from the log.
+A writer keeps no list of its packs in memory. It makes the indexes from the log.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron_sft_idx.storage import OutputFile, open_regular
 _BLOCK = struct.Struct("<4sIQ")
 _PACK_MAGIC, _PACK = b"PACK", np.dtype(("<u4", 2))
 _MAX_RECORDS = 1 << 24  # in one block
-# So many packs are given at once, which takes a few MiB of arrays.
+# Maximum number of packs in a chunk, which is a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
 
 
 class PackChunk(NamedTuple):
-    """Consecutive packs: of each its length in tokens, and its number of sequences, int64 [packs]."""
+    """Consecutive packs: the length in tokens and the number of sequences of each, int64 [packs]."""
 
     lengths: NDArray[np.int64]
     sequences: NDArray[np.int64]
 
 
 def append_records(log: OutputFile, magic: bytes, records: NDArray[Any]) -> None:
-    """Note records, [n] or [n, fields], in blocks that begin with ``magic``."""
+    """Append records, [n] or [n, fields], in blocks that begin with ``magic``."""
     for start in range(0, len(records), _MAX_RECORDS):
         part = records[start : start + _MAX_RECORDS]
         raw = np.ascontiguousarray(part).tobytes()
@@ -48,7 +48,7 @@ def append_records(log: OutputFile, magic: bytes, records: NDArray[Any]) -> None
 
 
 def read_records(stream: BinaryIO, magic: bytes, record: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Read the records of each block, up to a block that is cut short, damaged, or of another log."""
+    """Read the records of each block, up to a block that is incomplete, damaged, or from another log."""
     while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
         found, count, checksum = _BLOCK.unpack(head)
         if found != magic or count > _MAX_RECORDS:
@@ -60,28 +60,28 @@ def read_records(stream: BinaryIO, magic: bytes, record: np.dtype[Any]) -> Itera
 
 
 def append_packs(log: OutputFile, records: NDArray[Any]) -> None:
-    """Note packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
+    """Log packs whose data is in the files: the number of tokens and of sequences of each, integers [packs, 2]."""
     append_records(log, _PACK_MAGIC, records.astype("<u4", copy=False))
 
 
 def read_blocks(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
-    """Read the records of each block of packs, uint32 [packs, 2], up to a block that is cut short or damaged."""
+    """Read the records of each block of packs, uint32 [packs, 2], up to an incomplete or damaged block."""
     return read_records(stream, _PACK_MAGIC, _PACK)
 
 
 class LoggedPacks:
-    """The first packs of a log, in chunks of some 32 thousand. It can be iterated several times.
+    """The first packs of a log, in chunks of about 32 thousand. It can be iterated several times.
 
     Args:
-        path: of the log.
-        num_packs: at most so many are given.
+        path: path of the log.
+        num_packs: maximum number of packs.
     """
 
     def __init__(self, path: str, num_packs: int) -> None:
         self._path, self._num_packs = path, num_packs
 
     def __iter__(self) -> Iterator[PackChunk]:
-        records: list[NDArray[np.uint32]] = []  # those of the next chunk
+        records: list[NDArray[np.uint32]] = []  # records of the next chunk
         count, remaining = 0, self._num_packs
         with open_regular(self._path) as stream:
             for block in read_blocks(stream):
@@ -95,5 +95,5 @@ class LoggedPacks:
 
 
 def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
-    # One field after the other, so that no array of both is in memory beside the result.
+    # One field after the other, so that memory does not hold an array of both next to the result.
     return PackChunk(*(np.concatenate([each[:, field] for each in records], dtype=np.int64) for field in (0, 1)))

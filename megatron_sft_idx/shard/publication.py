@@ -1,10 +1,11 @@
-"""Publication: the files of a shard appear together, or none does; and no file of anybody else is replaced or removed.
+"""Publication: the files of a shard appear together or not at all, and unrelated files are never replaced or removed.
 
-Files are written in the shard's building folder (``storage.building``). When they are whole and synced, the data files
-get their names, then ``.idx``, then columns, then ``.seq.idx``, whose presence makes a shard. When a shard is replaced,
-its ``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks like a shard.
+Files are written in the shard's building folder (``storage.building``). When they are complete and synced, they are
+renamed: first the data files, then ``.idx``, the columns, and finally ``.seq.idx``, whose presence makes a shard. When
+a shard is replaced, its ``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks
+like a shard.
 
-Only files of this package are replaced or removed. A shard is recognised by the magic of its ``.seq.idx``, or by its
+Only files of this package are replaced or removed. A shard is recognised by the magic of its ``.seq.idx`` or by its
 building folder, and a column by its own magic.
 """
 
@@ -40,13 +41,13 @@ from megatron_sft_idx.storage.building_files import (
 )
 from megatron_sft_idx.storage.publish import Kind, Place, check_place, require_space, resolve
 
-# ---- what is at a prefix ----
+# ---- the state of a prefix ----
 
 
 def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> list[Place]:
-    """The places of a shard's files, present or not, for ``require_apart``.
+    """Return the places of a shard's files, existing or not, for ``require_apart``.
 
-    ``role`` is the shard's in error messages. If the shard is ``written``, its building folder is included.
+    ``role`` is the shard's role in error messages. If the shard is ``written``, its building folder is included.
     """
     paths = ShardPaths.of(prefix)
     building = [Place(paths.building, role, folder=True)] if written else []
@@ -61,24 +62,24 @@ def check_free(
     any_file: bool = False,
     nbytes: int = 0,
 ) -> dict[str, int]:
-    """Check, before anything is written, that a shard may be written at a prefix.
+    """Check, before writing anything, that a shard may be written at a prefix.
 
     Args:
-        paths: of the shard, with the columns that it will have.
+        paths: paths of the shard, with the columns that it will have.
         overwrite: whether a shard at the prefix may be replaced.
-        only: paths of the files that will be written, and of the columns that will be removed; None for all files of
-            ``paths``, and all columns at the prefix.
-        any_file: whether files may be replaced that belong to no recognisable shard. Only for a rebuild, which keeps
-            what it replaces under other names.
-        nbytes: how many bytes will be written at least.
+        only: paths of the files to write and of the columns to remove; None for all files of ``paths`` and all columns
+            at the prefix.
+        any_file: whether files that belong to no recognisable shard may be replaced. Only for a rebuild, which keeps
+            the files that it replaces under other names.
+        nbytes: minimum number of bytes that will be written.
 
     Returns:
-        Inodes of the files that will be replaced, by suffix; ``.seq.idx`` first, if it is one of them.
+        Inodes of the files to replace, by suffix; ``.seq.idx`` comes first if it is one of them.
 
     Raises:
-        FormatError: what is at one of the paths is not a file, belongs to no shard, or may not be replaced; or a name
+        FormatError: something at one of the paths is not a file, belongs to no shard, or may not be replaced; or a name
             would be too long.
-        OSError: too little space on the disk, or too few inodes.
+        OSError: the disk has too little space or too few inodes.
     """
     _check_room(paths, num_files=len(paths.all if only is None else only), nbytes=nbytes)
     paths = with_present_files(paths, refuse_strange=True) if only is None else paths.with_files_of(only)
@@ -104,7 +105,7 @@ def check_free(
 
 
 def _require_shard(paths: ShardPaths, suffixes: Iterable[str]) -> None:
-    """FormatError if one of these files at a prefix belongs to no shard."""
+    """Raise FormatError if one of these files at a prefix belongs to no shard."""
     is_of_shard, is_of_media = is_shard(paths), has_media(paths)
     file = Kind("a file of a shard, which has a .seq.idx", lambda _: is_of_shard)
     column = Kind("a column of a shard", is_column)
@@ -116,7 +117,7 @@ def _require_shard(paths: ShardPaths, suffixes: Iterable[str]) -> None:
 
 
 def _check_room(paths: ShardPaths, *, num_files: int, nbytes: int) -> None:
-    """FormatError or OSError where files of a shard cannot be made at a prefix, whatever is there."""
+    """Raise FormatError or OSError if files of a shard cannot be created at a prefix, independent of existing files."""
     require_local(paths.prefix, "writing a shard")
     for path in paths.all:
         resolve(path)
@@ -124,14 +125,15 @@ def _check_room(paths: ShardPaths, *, num_files: int, nbytes: int) -> None:
     require_space(paths.prefix, nbytes, num_files + 4)
 
 
-# ---- what a killed writer left ----
+# ---- remains of a killed writer ----
 
 
 def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> None:
-    """If all files of an interrupted writer are whole, let them appear.
+    """Publish the files of an interrupted writer if all of them are complete.
 
-    With ``overwrite``, what may be dropped is left to the next writer. FormatError: a writer is at work there, or as of
-    ``Building.finish``.
+    With ``overwrite``, files that may be dropped are left to the next writer. FormatError: a writer is active there, or
+    an
+    error of ``Building.finish``.
     """
     paths = ShardPaths.of(prefix)
     if not os.path.isdir(paths.building):
@@ -148,10 +150,11 @@ def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> 
 
 @contextlib.contextmanager
 def taken(prefix: str, *, overwrite: bool = False) -> Iterator[Building]:
-    """The building folder of a prefix, empty. At the end it is removed, unless ``finish`` was called.
+    """Provide the empty building folder of a prefix, and remove it at the end unless ``finish`` was called.
 
-    What an interrupted writer left whole is finished first, and anything else that it left is removed. Argument and
-    errors as of ``take_free``.
+    Complete work of an interrupted writer is published first, and its other remains are removed. See ``take_free`` for
+    the
+    argument and errors.
     """
     building = take_free(prefix, overwrite=overwrite)
     try:
@@ -165,18 +168,20 @@ def taken(prefix: str, *, overwrite: bool = False) -> Iterator[Building]:
 
 
 class Publication:
-    """The unpublished files of one shard that is being written. As a context it removes them, unless it was finished.
+    """The unpublished files of a shard that is being written.
+
+    As a context manager it removes them unless it is finished.
 
     Args:
-        paths: where the shard will be, with the columns that it will have.
-        content: what ``build.json`` holds.
+        paths: final paths of the shard, with the columns that it will have.
+        content: content of ``build.json``.
         overwrite: whether a shard at the prefix may be replaced.
         durable: False skips fsync.
-        only: as of ``check_free``, and so are ``nbytes`` and ``any_file``.
-        building: the folder of the prefix, if the caller has taken it, and removes it in the end. Else it is taken
+        only: see ``check_free``, also for ``nbytes`` and ``any_file``.
+        building: the folder of the prefix, if the caller has taken it and removes it at the end. Otherwise it is taken
             here.
-        wait: for so many seconds, wait for a writer that is at work.
-        may_be_found: the shard at the prefix may turn out to be the one that is written, which is dropped then.
+        wait: maximum number of seconds to wait for another active writer.
+        may_be_found: the shard at the prefix may be identical to the one being written, which is then dropped.
 
     Attributes:
         building: the folder.
@@ -184,7 +189,7 @@ class Publication:
 
     Raises:
         FormatError: something is at the prefix, or another process is writing there.
-        OSError: of the disk, or too little room on it.
+        OSError: an error of the disk, or too little space on it.
     """
 
     def __init__(
@@ -211,7 +216,8 @@ class Publication:
         self.building = building
         try:
             may_replace = overwrite or may_be_found
-            # What is left of a shard that a killed writer was replacing is recognised by its folder, which goes now.
+            # The remains of a shard that a killed writer was replacing are recognised by its folder, which is removed
+            # now.
             self._any_file = any_file or is_whole_at(paths.prefix)
             self._replaced = check_free(paths, overwrite=may_replace, only=only, any_file=any_file, nbytes=nbytes)
             if self._borrowed:
@@ -228,7 +234,7 @@ class Publication:
     def resume(
         cls, building: Building, paths: ShardPaths, *, overwrite: bool, only: Collection[str] | None = None
     ) -> Publication:
-        """Go on with the files that an interrupted writer left in a folder, which the caller has taken."""
+        """Continue with the files that an interrupted writer left in a folder, which the caller has taken."""
         self = cls.__new__(cls)
         self.paths, self.is_resumed = paths, True
         self._borrowed, self._closed, self._any_file, self.building = True, False, False, building
@@ -245,19 +251,19 @@ class Publication:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be written."""
+        """Whether writing is no longer possible."""
         return self._closed or self.building.closed
 
     def open(self, path: str, *, keep: bool = False) -> OutputFile:
-        """The unpublished file of the file that will be at ``path``. Its content is removed unless ``keep``."""
+        """Return the unpublished file for the final path ``path``. Its content is removed unless ``keep``."""
         return self.building.open(self.paths.suffix(path), keep=keep)
 
     def open_log(self, name: str) -> OutputFile:
-        """The file in which a writer notes what it has written, one of ``LOGS`` (``pack_log``)."""
+        """Return the file in which a writer logs what it has written, one of ``LOGS`` (``pack_log``)."""
         return self.building.open(name, keep=True)
 
     def drop(self, path: str) -> None:
-        """Remove the unpublished file of ``path``, where no new file will be published then."""
+        """Remove the unpublished file of ``path`` if no new file will be published there."""
         self.building.remove(self.paths.suffix(path))
 
     def stage(self) -> None:
@@ -274,29 +280,29 @@ class Publication:
                 " prefix"
             )
         if not self._any_file:
-            _require_shard(paths, replaced)  # another file may have the inode of one that was removed since
+            _require_shard(paths, replaced)  # a new file may have got the inode of a file that was removed since
         self.building.stage(list(map(paths.suffix, written)), replaced)
 
     def set_aside(self) -> None:
-        """``stage``, and leave it to the job to let the shard appear (``publish_outputs``)."""
+        """``stage``, then leave the publication to the job (``publish_outputs``)."""
         self.stage()
         if not self._borrowed:
             self.building.complete(awaits=True)
         self.close()
 
     def complete(self) -> None:
-        """``stage``, and say that all is whole: only renames are left."""
+        """``stage``, and record that all files are complete. Only renames are left."""
         self.stage()
         self.building.complete()
 
     def finish(self) -> None:
-        """Let the shard appear, after ``complete``. If that fails, what is left to do can be finished later."""
+        """Publish the shard after ``complete``. If this fails, the remaining work can be finished later."""
         self.building.finish()
 
     def abandon(self) -> None:
         """Remove what was written. Does nothing after ``close``, ``finish`` or ``abandon``.
 
-        A forked process only closes it: its garbage collection must not remove what its parent still writes.
+        A forked process only closes it: its garbage collection must not remove files that its parent still writes.
         """
         if self.closed:
             return
@@ -308,16 +314,16 @@ class Publication:
         self.close()
 
     def close(self) -> None:
-        """Close all files and release the lock, unless it is a job's; what is on disk stays. May be called twice."""
+        """Close all files, and release the lock unless it belongs to a job. Files on disk stay. Can be called twice."""
         self._closed = True
         if not self._borrowed:
             self.building.close()
 
 
 def remove_shard(paths: ShardPaths) -> None:
-    """Remove the files of a shard, ``.seq.idx`` first. If this is killed, the next writer finishes the removal.
+    """Remove the files of a shard, ``.seq.idx`` first. After a kill, the next writer finishes the removal.
 
-    FormatError: files without a ``.seq.idx`` are there, which may be stock data; or a writer is at work.
+    FormatError: there are files without a ``.seq.idx``, which may be stock data, or a writer is active.
     """
     finish_interrupted(paths)
     if not with_present_files(paths).present():
@@ -337,16 +343,17 @@ def remove_shard(paths: ShardPaths) -> None:
 
 @contextlib.contextmanager
 def job_folder(prefix: str, content: Mapping[str, Any], *, overwrite: bool, durable: bool = True) -> Iterator[Building]:
-    """The building folder of a job with several outputs, whose prefixes begin with ``prefix``.
+    """Provide the building folder of a job with several outputs, whose prefixes begin with ``prefix``.
 
-    Outputs that a killed job left whole appear first. After an error the folder is removed. Errors as of ``take_free``.
+    Complete outputs of a killed job are published first. After an error the folder is removed. See ``take_free`` for
+    errors.
     """
     job = take_free(prefix, overwrite=overwrite, durable=durable)
     try:
         job.clear()
         job.begin(content)
         yield job
-    except Exception:  # a KeyboardInterrupt leaves the folder, as a kill does
+    except Exception:  # a KeyboardInterrupt leaves the folder, like a kill
         job.discard()
         raise
     finally:
@@ -361,30 +368,30 @@ def publish_outputs(
     overwrite: bool,
     existing_header: Callable[[int], Header | None],
 ) -> list[Header]:
-    """Write all outputs of a job and publish them together; shards that they replace stay until all are whole.
+    """Write all outputs of a job and publish them together. Shards that they replace stay until all are complete.
 
     Args:
-        job: the folder of the job, which was begun. One of the shards may be written in it.
-        shards: all of them, with their columns. The prefix of each is the job's output, or begins with it.
-        write: writes the outputs of these numbers, in their order, and sets each aside.
+        job: the folder of the job, already begun. One of the shards may be written in it.
+        shards: all output shards, with their columns. The prefix of each is the job's output or begins with it.
+        write: writes the outputs of these numbers in this order, and sets each aside.
         overwrite: whether they may replace shards.
-        existing_header: the header of the output of a number, where that very output is published, or set aside by an
-            earlier attempt at the job. It is not written again.
+        existing_header: returns the header of an output by number if this same output is already published or set aside
+            by an earlier attempt at the job. It is then not written again.
 
     Raises:
         FormatError: another shard is at a prefix, and may not be replaced.
-        Exception: of ``write``; of what it has written nothing is left then, but for what a kill would leave.
+        Exception: an error of ``write``. Its files are then removed, except for what a kill would leave.
     """
     for paths in shards:
         if paths.prefix != job.output:
-            finish_interrupted(paths, overwrite=overwrite)  # of another command: a removal, or a shard
+            finish_interrupted(paths, overwrite=overwrite)  # remains of another command: a removal or a shard
     headers = [existing_header(number) for number in range(len(shards))]
     missing = [number for number, header in enumerate(headers) if header is None]
     for number in missing:
         check_free(shards[number], overwrite=overwrite, only=shards[number].all)
     try:
         written = iter([*write(missing)])
-    except Exception:  # a KeyboardInterrupt leaves what is set aside, for the next attempt
+    except Exception:  # after a KeyboardInterrupt, outputs that are set aside stay for the next attempt
         for number in missing:
             _drop_output(job, shards[number].prefix)
         raise
@@ -398,17 +405,17 @@ def publish_outputs(
 
 
 def is_set_aside(prefix: str) -> bool:
-    """Whether a whole shard lies in the building folder of a prefix. FormatError: its ``done.json`` is damaged."""
+    """Return whether the building folder of a prefix has a complete shard. FormatError: ``done.json`` is damaged."""
     is_of_shard = is_whole_at(prefix) and ".seq.idx" in read_done(prefix).files
     return is_of_shard and not lost_files(prefix)
 
 
 def _drop_output(job: Building, prefix: str) -> None:
-    """Remove what this job, or an earlier attempt at it, has written of one of its outputs."""
+    """Remove what this job, or an earlier attempt at it, has written for one of its outputs."""
     if prefix == job.output or building_of(prefix) is None:
         return
     work = (job.content or {}).get("work")
-    # A task on another machine may still write it.
+    # A task on another machine may still be writing it.
     with contextlib.suppress(FormatError, FileNotFoundError), Building.take(prefix, create=False) as output:
         if output.holds({"work": work}) and not output.is_done:
             output.discard()

@@ -1,4 +1,7 @@
-"""Reading one shard. A pack is found by its offsets, in the same time in a shard of any size, and returned as views."""
+"""Reading one shard.
+
+A pack is found by its offsets, in constant time for a shard of any size, and returned as views.
+"""
 
 from __future__ import annotations
 
@@ -44,45 +47,49 @@ class _TextPack(TypedDict):
 class Pack(_TextPack, total=False):
     """One pack.
 
-    ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
-    whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: where each sequence begins, then
-    the pack's length. Columns that the shard was opened with are further keys. ``media`` is there if the shard was
-    written with images or audio: a list of them in the order of their positions, empty where the pack has none.
+    ``input_ids`` is uint16 or int32 [length]. ``loss_mask`` is uint8 or float32 [length] and label-aligned: position j
+    says whether predicting token j + 1 counts. ``seq_boundaries`` is int32 [sequences + 1]: the start of each sequence,
+    then the pack's length. Each column that the shard was opened with adds a key. ``media`` is present if the shard was
+    written with images or audio: a list of the items in the order of their positions, empty if the pack has none.
     """
 
     media: list[MediaItem]
 
 
 class Shard(Shown):
-    """One shard, opened for reading.
+    """One shard, open for reading.
 
-    Opening takes the same time for any number of packs: the header is read and the sizes of the five files are checked.
-    ``shard[i]`` is a ``Pack`` of read-only views into the memory maps; they stay valid when the shard is gone, and
-    when another shard is published over it. A shard pickles as its path and id, and opens its files again on first use
-    after it was unpickled. Threads may share one.
+    Opening takes the same time for any number of packs: it reads the header and checks the sizes of the five files.
+    ``shard[i]`` is a ``Pack`` of read-only views into the memory maps. The views stay valid after the shard object is
+    gone,
+    and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling, it
+    opens
+    its files on first use. Threads can share a shard.
 
-    If a shard lies at ``s3://`` or ``msc://``, its index files are fetched when it is opened, unless the cache has
-    them. Reading a pack then takes two requests, for tokens and mask, and is an error if the shard has been replaced.
-    Images and audio take some more, for their places and for the encoded files of this pack alone.
+    For a shard at ``s3://`` or ``msc://``, opening fetches the index files unless the cache has them. Reading a pack
+    then
+    takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a few
+    more
+    requests, for their positions and for the encoded files of this pack only.
 
     Args:
-        prefix: the path that the five files share; or ``ShardPaths``, for a shard that is not published yet.
-        backend: how bytes are read. ``mmap``, also called ``os``, maps the files. ``pread`` is for file systems on
-            which mapping is slow or refused; slices are then copies. ``reopen`` is for thousands of shards: it holds
-            neither maps nor descriptors, but opens a file for each slice; it reads the index arrays into memory, in a
-            time that grows with the packs. ``ReadOptions`` may be given instead, in place of the next two as well.
-        advice: the order of reads that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
-        huge_pages: ask for huge pages; the method ``huge_pages`` says how many the kernel has given.
-        copy: return writable copies instead of read-only views; of the encoded files of images and audio, ``bytes``.
-        index_cache: local folder for copies of the index files of a remote shard; None for what ``SFT_IDX_CACHE``
-            names, else ``megatron-sft-idx`` in the user's cache folder.
-        columns: names of columns that are read with each pack. ``shard[i]["source"]`` has one row for each sequence or
-            token of the pack, or is the one row of the pack, depending on what the column has rows for.
+        prefix: the path that the five files share, or ``ShardPaths`` for a shard that is not published yet.
+        backend: how to read bytes. ``mmap``, also called ``os``, maps the files. ``pread`` is for file systems on which
+            mapping is slow or not allowed; slices are then copies. ``reopen`` is for thousands of shards: it holds
+            neither maps nor descriptors and opens a file for each slice; it also reads the index arrays into memory, in
+            time proportional to the number of packs. A ``ReadOptions`` object replaces this argument and the next two.
+        advice: the access pattern that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
+        huge_pages: ask for huge pages; the method ``huge_pages`` returns how many the kernel provided.
+        copy: return writable copies instead of read-only views, and encoded images and audio as ``bytes``.
+        index_cache: local folder for copies of the index files of a remote shard. None uses the environment variable
+            ``SFT_IDX_CACHE``, or else ``megatron-sft-idx`` in the user's cache folder.
+        columns: names of the columns to read with each pack. ``shard[i]["source"]`` has one row per token or sequence
+            of the pack, or the one row of the pack, depending on the unit of the column's rows.
 
     Raises:
-        ShardNotFoundError: some of the five files are missing, or a column that was asked for.
-        FormatError: a rule of FORMAT.md is broken in the header or the sizes, or there is no such option.
-        StorageError: an object store does not answer, or not to these credentials.
+        ShardNotFoundError: some of the five files, or a requested column, are missing.
+        FormatError: the header or the sizes break a rule of FORMAT.md, or an option is invalid.
+        StorageError: an object store does not answer, or rejects the credentials.
     """
 
     @checked
@@ -102,7 +109,7 @@ class Shard(Shown):
         self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, tuple(columns)
         self._files: OpenFiles | None = open_files(self._paths, options, index_cache)
         self._shard_id = self._files.header.shard_id
-        _ = self.media  # raises its errors now
+        _ = self.media  # raise its errors now
         for name in self._chosen:
             self.columns.open(check_column_name(name))
 
@@ -115,7 +122,7 @@ class Shard(Shown):
 
     @property
     def files(self) -> OpenFiles:
-        """The open files. They are opened now if the shard was unpickled; two threads may both do so."""
+        """The open files. After unpickling they are opened on first use; two threads may both do that."""
         files = self._files
         if files is None:
             files = open_files(self._paths, self._options, self._index_cache)
@@ -125,17 +132,17 @@ class Shard(Shown):
 
     @cached_property
     def columns(self) -> ShardColumns:
-        """The columns by name: those that the shard was written with, and those that were attached to it."""
+        """The columns by name: those that the shard was written with and those attached later."""
         return ShardColumns(self._paths, self.header, self.backend)
 
     @cached_property
     def media(self) -> ShardMedia | None:
-        """Images and audio of the packs; None if the shard was written without. Errors as of ``open_media``."""
+        """Images and audio of the packs; None if the shard was written without. See ``open_media`` for errors."""
         return open_media(self._paths, self.header, self.backend)
 
     @cached_property
     def items(self) -> ShardItems | None:
-        """What finds the images and audio of sequences; None if the shard was written without."""
+        """Lookup of the images and audio of sequences; None if the shard was written without."""
         return None if self.media is None else ShardItems(self.media, self.token_offsets)
 
     @property
@@ -155,23 +162,26 @@ class Shard(Shown):
 
     @property
     def shard_id(self) -> bytes:
-        """16 bytes derived from the content; equal content, equal id."""
+        """16 bytes derived from the content: equal content has an equal id."""
         return self._shard_id
 
     @cached_property
     def index(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]:
-        """Sequence offsets, token offsets, starts, number of tokens. Arrays that are not mapped are kept in memory."""
+        """Sequence offsets, token offsets, starts, number of tokens.
+
+        Arrays that are not mapped are cached in memory.
+        """
         files = self.files
         return files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
 
     @property
     def sequence_offsets(self) -> NDArray[np.int64]:
-        """Where each pack's sequences begin, int64 [packs + 1]; a view if the file is mapped, else a copy of all."""
+        """Start of each pack's sequences, int64 [packs + 1]; a view if the file is mapped, else a full copy."""
         return self.files.sequence_offsets[:]
 
     @property
     def token_offsets(self) -> NDArray[np.int64]:
-        """Where each pack's tokens begin, int64 [packs + 1]; a view if the file is mapped, else a copy of all."""
+        """Start of each pack's tokens, int64 [packs + 1]; a view if the file is mapped, else a full copy."""
         return self.files.token_offsets[:]
 
     def __len__(self) -> int:
@@ -186,11 +196,11 @@ class Shard(Shown):
     @overload
     def __getitem__(self, index: slice) -> list[Pack]: ...
     def __getitem__(self, index: int | np.integer[Any] | slice) -> Pack | list[Pack]:
-        """One pack, or a list of packs for a slice of step 1.
+        """Return one pack, or a list of packs for a slice of step 1.
 
         Raises:
-            IndexError: no such pack.
-            ValueError: a slice with another step.
+            IndexError: the pack does not exist.
+            ValueError: the slice has another step.
             CorruptShardError: the offsets of the pack point outside the files (rules O1, O2).
         """
         if isinstance(index, slice):
@@ -232,13 +242,13 @@ class Shard(Shown):
         return (self[i] for i in range(len(self)))
 
     def get(self, index: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``[offset, offset + length)`` of a pack, or all from ``offset`` on.
+        """Return tokens ``[offset, offset + length)`` of a pack, or all tokens from ``offset`` on.
 
-        IndexError: no such pack, or the range reaches outside it.
+        IndexError: the pack does not exist, or the range is not inside it.
         """
         files = self.files
         start, stop = self.token_range(index)
-        # As Python ints: Megatron hands in int32 offsets, and a shard may hold more than 2^31 tokens.
+        # As Python ints: Megatron passes int32 offsets, and a shard may have more than 2^31 tokens.
         offset = operator.index(offset)
         end = stop if length is None else start + offset + operator.index(length)
         if offset < 0 or not start + offset <= end <= stop:
@@ -250,9 +260,9 @@ class Shard(Shown):
         return tokens.copy() if self._copy else tokens
 
     def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes ``[offset, offset + nbytes)`` of the token file; a view if it is mapped.
+        """Return bytes ``[offset, offset + nbytes)`` of the token file, as a view if it is mapped.
 
-        IndexError: the range reaches outside the file.
+        IndexError: the range is not inside the file.
         """
         files = self.files
         offset, nbytes = operator.index(offset), operator.index(nbytes)
@@ -268,7 +278,7 @@ class Shard(Shown):
         return raw.copy() if self._copy else raw
 
     def token_range(self, index: int | np.integer[Any]) -> tuple[int, int]:
-        """Where a pack begins and ends among all tokens of the shard. Errors as of ``__getitem__``."""
+        """Return where a pack begins and ends among all tokens of the shard. See ``__getitem__`` for errors."""
         files = self.files
         i = self._normalise(files, operator.index(index))
         start, stop = files.token_range_of(i)
@@ -277,16 +287,16 @@ class Shard(Shown):
         return start, stop
 
     def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """``(input_ids, loss_mask)`` of each sequence of a pack, in order; the mask label-aligned."""
+        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order. Masks are label-aligned."""
         pack = self[operator.index(index)]
         bounds = pack["seq_boundaries"].tolist()
         ids, mask = pack["input_ids"], pack["loss_mask"]
         return [(ids[a:b], mask[a:b]) for a, b in pairwise(bounds)]
 
     def pack_bounds(self) -> NDArray[np.int64]:
-        """``token_offsets``, once they are checked.
+        """Return ``token_offsets`` after a check.
 
-        CorruptShardError: they do not divide all tokens into packs that are at most ``longest_pack`` long (O1, O2).
+        CorruptShardError: they do not divide all tokens into packs of at most ``longest_pack`` tokens (O1, O2).
         """
         self.files.check_ends()
         offsets, longest = self.token_offsets, self.header.longest_pack
@@ -297,7 +307,7 @@ class Shard(Shown):
         return offsets
 
     def sequence_bounds(self) -> NDArray[np.int64]:
-        """Where each sequence begins among all tokens, then where the last one ends: int64 [sequences + 1].
+        """Return the start of each sequence among all tokens, then the end of the last one: int64 [sequences + 1].
 
         FormatError: offsets or starts do not divide all tokens (rules O1, O2, P2 to P4).
         """
@@ -308,16 +318,16 @@ class Shard(Shown):
             raise self.files.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
-        """Ask the kernel to read packs in the background, because they are read within moments; return at once.
+        """Ask the kernel to read packs in the background, because they will be read soon. Return at once.
 
-        They may be read in another order, which is only slower. IndexError: no such pack.
+        Reading them in another order works too, but is slower. IndexError: a pack does not exist.
         """
         packs = checked_packs(indices, len(self), self.prefix)
         if len(packs):
             announce(extents_of([self.files], np.zeros(len(packs), np.int64), packs))
 
     def willneed(self, start: int, stop: int) -> None:
-        """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError: no such pack."""
+        """Ask the kernel to read packs ``[start, stop)`` in the background. IndexError: a pack does not exist."""
         files = self.files
         if not 0 <= start <= stop <= files.num_packs:
             raise IndexError(f"{self.prefix}: packs {start} to {stop}, there are {files.num_packs}")
@@ -328,9 +338,9 @@ class Shard(Shown):
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from the memory of this process and from the page cache of the machine.
 
-        Numbers are as in a slice. If they are all packs, the index arrays are dropped too. The next read comes from the
-        disk, unless another process has the pages mapped. Views that were returned before stay valid. Nothing happens
-        to a shard in an object store, nor to the pages of files that were removed.
+        Numbers are as in a slice. If the range has all packs, the index arrays are dropped too. The next read comes
+        from the disk, unless another process has the pages mapped. Views that were returned before stay valid. The call
+        has no effect on a shard in an object store or on the pages of files that were removed.
         """
         files, paths = self.files, self._paths
         start, stop, _ = slice(start, stop).indices(files.num_packs)
@@ -344,14 +354,17 @@ class Shard(Shown):
             drop_pages(paths.seq_idx, files.token_offsets)  # the map holds both arrays of offsets
 
     def _token_span(self, start: int, stop: int) -> tuple[int, int]:
-        """Where packs ``[start, stop)`` begin and end among all tokens; inside the file even if offsets are damaged."""
+        """Return where packs ``[start, stop)`` begin and end among all tokens.
+
+        Inside the file even with damaged offsets.
+        """
         files = self.files
         bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
         first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
         return first, last
 
     def huge_pages(self) -> int:
-        """Bytes of tokens and masks that are mapped by huge pages at the moment, as the kernel counts them."""
+        """Return how many bytes of tokens and masks are currently mapped with huge pages, according to the kernel."""
         return huge_nbytes_of([self.files.tokens, self.files.loss])
 
     def _normalise(self, files: OpenFiles, index: int) -> int:
@@ -361,7 +374,7 @@ class Shard(Shown):
         return i
 
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
-        """The error about the offsets of pack ``i``."""
+        """Return the error about the offsets of pack ``i``."""
         first, last = files.token_range_of(i)
         reason = f"token offsets {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
         if 0 <= first < last <= files.num_tokens:
@@ -376,13 +389,13 @@ class Shard(Shown):
 def checked_packs(
     indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
 ) -> NDArray[np.int64]:
-    """Numbers of packs as int64 [packs], where negative ones, which count from the end, are replaced.
+    """Convert pack numbers to int64 [packs], and resolve negative numbers, which count from the end.
 
-    IndexError: one is outside the ``total`` packs. The message names ``prefix``.
+    IndexError: a number is outside the ``total`` packs. The message contains ``prefix``.
     """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, np.int64)
-    packs = indices.astype(np.int64)  # before the sum below, which a narrower dtype might not hold
+    packs = indices.astype(np.int64)  # before the sum below, which could overflow a narrower dtype
     packs[packs < 0] += total
     if (outside := (packs < 0) | (packs >= total)).any():
         raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
@@ -390,13 +403,13 @@ def checked_packs(
 
 
 def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Where packs lie in their files, in the order in which they are read: of each pack the tokens, then the mask.
+    """Return where packs lie in their files, in reading order: for each pack first the tokens, then the mask.
 
-    Packs whose offsets point outside the files are left out; reading one is an error.
+    Packs whose offsets point outside the files are omitted; reading one is an error.
 
     Args:
-        shards: the files of shards, each of which holds at least one of the packs.
-        slots: for each pack, which of ``shards`` holds it, int64 [packs].
+        shards: the open files of shards, each of which holds at least one of the packs.
+        slots: index into ``shards`` of the shard that holds each pack, int64 [packs].
         packs: the number of each pack in its shard, int64 [packs].
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)

@@ -1,6 +1,6 @@
-"""What an interrupted build left at a prefix (``find_remains``), and how a shard is made of it (``recover``).
+"""Find the remains of an interrupted build at a prefix (``find_remains``), and make a shard from them (``recover``).
 
-``X.building/packs`` says which packs were written; the sizes of the files say how many of them are there.
+``X.building/packs`` logs which packs were written; the file sizes show how many of them are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.building_files import PACKS, inode_at, read_done, require_no_lost_files
 from megatron_sft_idx.storage.progress import Advance
 
-# Is given where files are until they get their names, by the paths that they are for; raises to keep them unpublished.
+# Called with the current paths of the files by their final paths. It raises an error to keep them unpublished.
 Check = Callable[[Mapping[str, str]], None]
 
 _CHANGED = "; its folder says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
@@ -38,18 +38,19 @@ _Decoded = TypeVar("_Decoded")
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed writer left at a prefix.
+    """The remains of a killed writer at a prefix.
 
     Attributes:
-        paths: of the prefix, with the columns of the shard that was being written.
-        work: what was being done: ``build``, or the name of a verb.
-        unpublished: where files of a complete shard are until they get their names, by the paths that they are for;
-            None if the shard is not complete.
-        options: of the build; None if no packs were being written.
-        num_packs: packs that lie wholly in all files; ``num_sequences`` and ``num_tokens`` are theirs.
-        num_recorded: packs that were noted, including those whose data did not reach the disk.
-        num_parts: parts of tokenization.
-        outputs: if this is a job with several outputs that are whole, what is added to the prefix for each.
+        paths: paths at the prefix, with the columns of the shard that was being written.
+        work: the interrupted operation: ``build``, or the name of a command.
+        unpublished: the current paths of the files of a complete shard, by their final paths; None if the shard is not
+            complete.
+        options: the options of the build; None if no packs were being written.
+        num_packs: number of packs that are complete in all files. ``num_sequences`` and ``num_tokens`` are their
+            counts.
+        num_recorded: number of packs in the log, including packs whose data did not reach the disk.
+        num_parts: number of parts of tokenization.
+        outputs: for a job with several complete outputs, the suffix that each adds to the prefix.
     """
 
     paths: ShardPaths
@@ -70,18 +71,18 @@ class Remains:
 
     @property
     def replaces(self) -> bool:
-        """Whether the ``.seq.idx`` at the prefix belongs to a shard that is to be replaced."""
-        # .seq.idx is renamed last: as long as the new one is in the folder, none of it is at the prefix.
+        """Whether the ``.seq.idx`` at the prefix belongs to a shard that is about to be replaced."""
+        # .seq.idx is renamed last: while the new one is in the folder, it is not at the prefix.
         new, path = (self.unpublished or {}).get(self.paths.seq_idx), self.paths.seq_idx
-        return new is not None and inode_at(path) not in (None, inode_at(new))  # equal: renamed by a second link
+        return new is not None and inode_at(path) not in (None, inode_at(new))  # equal: renamed, as a second link
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
-    """What an interrupted writer left at a prefix; None if there is nothing. Changes nothing.
+    """Return the remains of an interrupted writer at a prefix, or None. Changes nothing.
 
     Raises:
-        CorruptShardError: the files should be complete, and they are not.
-        FormatError: a writer is at work there, somebody else's files are in the folder, or a complete file is gone.
+        CorruptShardError: the files are marked as complete, but are not.
+        FormatError: a writer is active there, the folder has unrelated files, or a complete file is missing.
     """
     paths = ShardPaths.of(prefix)
     refuse_journal(paths)
@@ -91,12 +92,12 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 
 def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
-    """As ``find_remains``, in a folder that the caller has taken."""
+    """Do the work of ``find_remains`` in a folder that the caller has taken."""
     if building.content is None:
         return None
     work = str(building.content.get("work"))
     if building.is_whole:
-        require_no_lost_files(paths.prefix)  # else a file of a shard that is replaced would be taken for it
+        require_no_lost_files(paths.prefix)  # otherwise a file of a replaced shard would be mistaken for it
         done = building.done
         names = {building.target(name): building.path(name) for name in done.files}
         paths, unpublished = (
@@ -112,18 +113,18 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
         return Remains(paths, work, None, num_parts=building.num_parts())
     options = BuildOptions.decode(described, building.folder)
     paths = options.paths_of(paths)
-    # How many tokens, sequences and packs lie wholly in the files.
+    # Number of tokens, sequences and packs that are complete in the files.
     num_present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in options.growing_files(paths):
         rows = (_nbytes(building.path(paths.suffix(file.path))) - file.begin) // file.row_nbytes
         num_present[file.per] = min(num_present[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
-    kept = 0, 0, 0  # packs, sequences and tokens that are taken
-    per_pair = 2 if "pair" in options.columns else 1  # of a pair, both sequences or none
+    kept = 0, 0, 0  # packs, sequences and tokens to keep
+    per_pair = 2 if "pair" in options.columns else 1  # keep both sequences of a pair or neither
     if os.path.lexists(log := building.path(PACKS)):
         with open_regular(log) as stream:
             for records in read_blocks(stream):
-                if packs == recorded:  # all packs before this block lie wholly in all files
+                if packs == recorded:  # all packs before this block are complete in all files
                     token_ends = tokens + np.cumsum(records[:, 0], dtype=np.int64)
                     sequence_ends = sequences + np.cumsum(records[:, 1], dtype=np.int64)
                     # Ends ascend, so the packs that fit are the first ones.
@@ -139,10 +140,10 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
 
 
 def complete_header(prefix: str | ShardPaths) -> Header:
-    """The header of a shard that lies whole in its building folder, after a check of the sizes of all files.
+    """Return the header of a complete shard in its building folder, after a check of the sizes of all files.
 
-    A file may be renamed already. CorruptShardError: a file is missing, or has another size than the header, or a
-    column's own header, says. FormatError: there is no such shard.
+    Some files may be renamed already. CorruptShardError: a file is missing, or has another size than its header says
+    (the shard's, or a column's own). FormatError: there is no such shard.
     """
     paths = ShardPaths.of(prefix)
     suffixes = read_done(paths.prefix).files
@@ -155,7 +156,7 @@ def complete_header(prefix: str | ShardPaths) -> Header:
         start = read_start(path, form)
         try:
             return decode(start.raw if start else b"", path)
-        except CorruptShardError as error:  # whose remedy is that of a shard
+        except CorruptShardError as error:  # its remedy is for a published shard
             raise CorruptShardError(path, error.offset, error.rule, error.detail.split(";")[0] + _CHANGED) from None
 
     seq_idx = present_name(paths.seq_idx)
@@ -186,19 +187,20 @@ def recover(
     check: Check = lambda unpublished: None,
     progress: Advance = lambda num_tokens: None,
 ) -> Header:
-    """Publish the packs that an interrupted build left at a prefix.
+    """Publish the packs of an interrupted build at a prefix.
 
-    A build that was complete but for renames is published as it is. Of any other build, every pack is kept whose data
-    lies wholly in all files. Its rules are checked, and counts and checksums are computed again. The header of such a
-    shard says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many were
-    noted. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
-    a recovery that is itself killed can be run again. ``overwrite`` replaces a shard that is at the prefix; ``check``
-    is called when all files are complete, before one of them gets its name; ``progress`` is called with the tokens read
-    since the last call. Returns the header of the published shard.
+    A build that is complete except for renames is published as it is. For any other build, every pack whose data is
+    complete in all files is kept. The rules are checked, and counts and checksums are computed again. The header of
+    such a shard marks it as rebuilt, and its JSON block has ``recovered``: the number of packs that it has, and the
+    number in the log. Memory stays at a few MiB. The remains are removed only when the new shard is complete and
+    synced, so a recovery that is killed can be repeated.
+
+    ``overwrite`` replaces a shard at the prefix. ``check`` is called when all files are complete, before the first
+    rename. ``progress`` is called with the tokens read since the last call. Returns the header of the published shard.
 
     Raises:
-        CorruptShardError: the files should be complete, and they are not.
-        FormatError: there is nothing to recover, another writer is at work, or a shard may not be replaced.
+        CorruptShardError: the files are marked as complete, but are not.
+        FormatError: there is nothing to recover, another writer is active, or a shard may not be replaced.
     """
     paths = ShardPaths.of(prefix)
     refuse_journal(paths)

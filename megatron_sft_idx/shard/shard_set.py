@@ -1,4 +1,4 @@
-"""Many shards read as one: which shards a path names (``find_prefixes``), and all their packs (``ShardSet``)."""
+"""Many shards read as one: ``find_prefixes`` finds the shards at a path, ``ShardSet`` reads all their packs."""
 
 from __future__ import annotations
 
@@ -33,46 +33,50 @@ from megatron_sft_idx.storage.remote import RemotePath
 from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
 from megatron_sft_idx.storage.remote.transport import request_pool
 
-# At most so many shards are mapped. An open shard holds four maps, or with pread five descriptors, and two more of
-# either with images or audio. Some cluster file systems refuse a process more than about 590 maps, some of which torch
-# and Megatron need; 256 descriptors is a common limit.
+# Maximum number of mapped shards. An open shard holds four maps, or five descriptors with pread, and two more of either
+# with images or audio. Some cluster file systems allow a process only about 590 maps, some of which torch and Megatron
+# need; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
-# A set of more shards is read into memory if its tokens, masks and index arrays have at most so many bytes.
+# A set of more shards is read into memory if its tokens, masks and index arrays have at most this many bytes.
 MEMORY_NBYTES = 1 << 30
-# Remote shards that are opened at once, each with a few requests.
+# Number of remote shards that are opened at once, each with a few requests.
 OPENED_AT_ONCE = 16
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-# A whole shard is found by its .seq.idx. A shard that lacks files, or an interrupted build, is found by any of the
-# others; .bin and .idx are not among them, because stock datasets have these too.
+# A complete shard is found by its .seq.idx. An incomplete shard or an interrupted build is found by any of the other
+# files, except .bin and .idx, because stock datasets have these too.
 _WHOLE_SUFFIXES, _PARTIAL_SUFFIXES = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", BUILDING)
 
 _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None", tuple[str, ...]]
 
 
-# ---- which shards ----
+# ---- finding shards ----
 
 
 def natural_key(path: str) -> tuple[list[str | int], str]:
-    """Sort key that compares digits in a row as one number: ``part-9`` comes before ``part-10``."""
+    """Sort key that compares runs of digits as numbers: ``part-9`` comes before ``part-10``."""
     texts_and_numbers: list[str | int] = list(re.split(r"(\d+)", path))
     texts_and_numbers[1::2] = map(int, texts_and_numbers[1::2])
     return texts_and_numbers, path
 
 
 def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
-    """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
+    """Return the prefixes of the shards in ``source``: a prefix, a folder, a glob, or a list of these.
 
-    A folder names the shards that lie in it, but not in folders below; if it holds none, a shard beside it that has its
-    name. A glob names the shards whose prefix, or one of whose files, it matches, and those in the folders that it
-    matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order, and files of
-    one shard in it count once (``distinct``). In an object store a folder is the beginning of some keys, and may be
-    named without a slash at its end. A prefix is returned whether a shard is there or not: opening it says what is
-    missing. ``incomplete`` also finds shards that lack files, and interrupted builds on a disk.
+    A folder stands for the shards directly in it, not in its subfolders; if it has none, for a shard next to it with
+    the
+    folder's name. A glob stands for the shards whose prefix or files it matches, and for those in matching folders.
+    Shards
+    of a folder or glob are in the order of ``natural_key``. A list keeps its order, and several files of one shard
+    count
+    once (``distinct``). In an object store a folder is a prefix of keys, and the slash at its end is optional. A prefix
+    is
+    returned even if no shard exists there; opening it reports what is missing. ``incomplete`` also finds shards with
+    missing files, and interrupted builds on a disk.
 
     Raises:
-        ShardNotFoundError: a folder or a glob names no shard.
-        FormatError: an empty list, or the name of both a shard and a folder of shards.
+        ShardNotFoundError: a folder or a glob has no shard.
+        FormatError: the list is empty, or a name is both a shard and a folder of shards.
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
@@ -86,7 +90,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
         if not (remote or is_glob):
             return [prefix]
-        # A prefix may look like a glob; in a store it may also be the name of a folder.
+        # A prefix may look like a glob. In a store it may also be the name of a folder.
         files = [prefix + suffix for suffix in suffixes]
         if any(request_pool().map(object_exists, files) if remote else map(os.path.exists, files)):
             return [prefix]
@@ -98,13 +102,13 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         paths = objects_in_folder(path)
 
     def is_of_shard(file: str) -> bool:
-        # In a building folder, files have no other name than their suffix. Such folders lie on disks only.
+        # In a building folder, the files are named only by their suffixes. Such folders exist only on disks.
         if not file.endswith(suffixes) or os.path.basename(file) in SUFFIXES:
             return False
         return not file.endswith(BUILDING) or holds_shard_files(ShardPaths.of(_prefix(file)))
 
     prefixes = {_prefix(file) for file in paths if is_of_shard(file)}
-    # A shard may have the name of a folder beside it.
+    # A shard may have the name of a folder next to it.
     beside = [path + suffix for suffix in suffixes] if is_folder and not path.endswith("/") else []
     is_beside = any(os.path.exists(file) and is_of_shard(file) for file in beside)
     if is_beside and prefixes:
@@ -121,7 +125,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
 
 
 def distinct(sources: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The paths of a list, but of several files of one shard the first alone: a shell makes such a list of a glob."""
+    """Return the paths of a list without further files of the same shard (shells expand globs to such lists)."""
     paths: list[str] = []
     first_files: dict[str, str] = {}
     for path in [os.fspath(source) for source in sources]:
@@ -136,7 +140,7 @@ def _prefix(path: str) -> str:
 
 
 def _matching_local(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Files of shards whose prefix, folder or file the pattern matches; with all other files of such a folder."""
+    """Return shard files whose prefix, folder or own path matches the pattern, and all other files of such a folder."""
     paths = [path for suffix in suffixes for path in glob.glob(pattern + suffix)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
@@ -150,23 +154,23 @@ def _matching_local(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
-    """For each count the sum of those before it, then the sum of all: int64 [counts + 1]."""
+    """Return for each count the sum of the counts before it, then the total: int64 [counts + 1]."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ArraysInMemory:
-    """The arrays of all shards of a set end to end, in memory and read-only; each shard is read when first needed.
+    """The arrays of all shards of a set, concatenated in memory and read-only. Each shard is read on first use.
 
     Attributes:
         tokens: ids of all packs [tokens].
         loss: label-aligned mask [tokens].
-        starts: where each sequence begins in its pack, uint32 [sequences].
-        sequence_offsets: where each pack begins in ``starts``, int64 [packs + 1].
-        token_offsets: where each pack begins in ``tokens``, int64 [packs + 1].
-        tokens_before: tokens in all shards before each one, int64 [shards + 1].
-        items: both arrays of offsets as memoryviews, whose single values are read several times faster.
-        is_read: for each shard a byte, 1 once its values are in the arrays.
+        starts: start of each sequence in its pack, uint32 [sequences].
+        sequence_offsets: start of each pack in ``starts``, int64 [packs + 1].
+        token_offsets: start of each pack in ``tokens``, int64 [packs + 1].
+        tokens_before: number of tokens in all shards before each one, int64 [shards + 1].
+        items: both arrays of offsets as memoryviews, because reading single values from them is several times faster.
+        is_read: one byte per shard, 1 once its values are in the arrays.
     """
 
     tokens: NDArray[Any]
@@ -180,31 +184,30 @@ class ArraysInMemory:
 
 
 class ShardSet(Shown):
-    """Shards read as one: their packs are numbered through all shards, in order.
+    """Shards read as one. Packs are numbered consecutively through all shards, in order.
 
-    The constructor reads the header of each shard. The other files of a shard are opened when they are first needed:
+    The constructor reads the header of each shard. The other files of a shard are opened on first use:
 
     - A few shards are mapped, as long as the system allows one more map.
-    - Many shards of few bytes are read into memory (``in_memory``), unless columns are wanted or they have images or
-      audio.
-    - Of many shards of many bytes, the index arrays are read into memory. Files of tokens and masks are opened for each
-      read, and closed again.
+    - Many small shards are read into memory (``in_memory``), unless columns are requested or they have images or audio.
+    - For many large shards, the index arrays are read into memory. Files of tokens and masks are opened for each read
+      and then closed.
 
-    So thousands of shards take no map and no descriptor. A set pickles as its prefixes and a fingerprint, and raises
-    FormatError if it is unpickled where other shards lie at the prefixes. Threads may share one.
+    So thousands of shards need no maps and no descriptors. A set pickles as its prefixes and a fingerprint. Unpickling
+    raises FormatError if other shards are at the prefixes. Threads can share a set.
 
     Args:
-        prefixes: of the shards, in order.
-        backend: as of ``Shard``. ``mmap`` and ``pread`` are for few shards; with ``reopen`` no more than the index
-            arrays are kept in memory, however small the set. Or ``ReadOptions``.
-        same_capacity: refuse shards of different capacities. Pass False for sequences that will be packed later.
-        alike: refuse shards that cannot be trained on together, because of different tokenizers or token dtypes.
-        index_cache: as of ``Shard``.
-        columns: names of the columns that are read with packs. Every shard must have them, of one kind.
+        prefixes: prefixes of the shards, in order.
+        backend: see ``Shard``. ``mmap`` and ``pread`` are for a few shards. With ``reopen``, only the index arrays are
+            kept in memory, even for a small set. Or a ``ReadOptions`` object.
+        same_capacity: reject shards of different capacities. Pass False for sequences that will be packed later.
+        alike: reject shards that cannot be trained on together because of different tokenizers or token dtypes.
+        index_cache: see ``Shard``.
+        columns: names of the columns to read with packs. Every shard must have them, with the same kind.
 
     Attributes:
-        prefixes: of the shards, in order.
-        remote: whether any of the shards lies in an object store.
+        prefixes: prefixes of the shards, in order.
+        remote: whether any of the shards is in an object store.
 
     Raises:
         ShardNotFoundError: a shard is missing.
@@ -233,16 +236,16 @@ class ShardSet(Shown):
             self.agree_on("tokenizer is", lambda header: header.tokenizer, different)
         if alike and same_capacity:
             remedy = "pack them again for one --seq-length, or let training pack them when it starts"
-            self.agree_on("capacity is", lambda header: header.capacity or None, remedy)  # 0: it has no packs
+            self.agree_on("capacity is", lambda header: header.capacity or None, remedy)  # 0 means that it has no packs
         _ = self.headers, self.columns  # raise their errors now
 
     @classmethod
     def open(cls, source: Source, **options: Any) -> ShardSet:
-        """Open the shards that ``find_prefixes`` finds. Other arguments as of the constructor; errors as of both."""
+        """Open the shards that ``find_prefixes`` finds. See both for other arguments and errors."""
         return cls(find_prefixes(source), **options)
 
     def __getstate__(self) -> _State:
-        # One string, since a path holds no zero byte. Thousands of strings would make a larger pickle.
+        # One string, because a path cannot contain a zero byte. Thousands of strings would make a larger pickle.
         return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
@@ -251,19 +254,19 @@ class ShardSet(Shown):
         self.prefixes = tuple(prefixes.split("\0"))
         self._options = ReadOptions(*options)
         self.remote = any(map(is_remote, self.prefixes))
-        # Open shards by number. Threads may add entries at once; a lock might be copied by a fork while it is taken.
+        # Open shards by number. Threads may add entries concurrently. A fork could copy a lock while it is held.
         self._shards: dict[int, Shard] = {}
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
-        """The set whose ``__getstate__`` gave ``state``."""
+        """Return the set whose ``__getstate__`` returned ``state``."""
         shards = cls.__new__(cls)
         shards.__setstate__(state)
         return shards
 
     @classmethod
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
-        """The shards of several sets, one set after the other, with the options of the first set."""
+        """Join the shards of several sets, one set after the other, with the options of the first set."""
         prefixes = [prefix for each in sets for prefix in each.prefixes]
         first = sets[0]
         shards = cls.reopen(("\0".join(prefixes), tuple(first._options), b"", first._index_cache, first._chosen))
@@ -272,13 +275,16 @@ class ShardSet(Shown):
         return shards
 
     def agree_on(self, subject: str, value_of: Callable[[Header], Any], remedy: str) -> None:
-        """FormatError about ``subject`` (``capacity is``) where headers have different values; None is not compared."""
+        """Raise FormatError about ``subject`` (``capacity is``) if headers have different values.
+
+        None is not compared.
+        """
         require_alike(self.prefixes, map(value_of, self.headers), subject, remedy)
 
     @cached_property
     def headers(self) -> list[Header]:
         """Header of each shard."""
-        # A header in a store takes a request or two; one on disk takes less time than the change to a thread.
+        # A remote header takes one or two requests. Reading a local one is faster than switching to a thread.
         map_headers = request_pool().map if self.remote else map
         headers = list(map_headers(read_header, self.prefixes))
         if self._expected_fingerprint not in (b"", _digest(headers)):
@@ -291,7 +297,7 @@ class ShardSet(Shown):
 
     @cached_property
     def columns(self) -> dict[str, list[ColumnSpec]]:
-        """For each column that is read with packs, its spec in each shard. Errors as of the constructor."""
+        """The spec in each shard of each column that is read with packs. See the constructor for errors."""
         names = self._chosen
 
         def specs_of(prefix: str, header: Header) -> list[ColumnSpec]:
@@ -312,12 +318,12 @@ class ShardSet(Shown):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the shards' ids in their order, hex. It does not depend on where the shards lie."""
+        """Hash of the shards' ids in their order, as hex. It does not depend on the shards' location."""
         return self._fingerprint.hex()
 
     @cached_property
     def packs_before(self) -> NDArray[np.int64]:
-        """For each shard the packs in the shards before it, then the packs in all shards: int64 [shards + 1]."""
+        """The number of packs before each shard, then the number of packs in all shards: int64 [shards + 1]."""
         return running_sums(header.num_packs for header in self.headers)
 
     @cached_property
@@ -327,19 +333,19 @@ class ShardSet(Shown):
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
-        """As ``packs_before``, but of sequences."""
+        """Like ``packs_before``, but for sequences."""
         return running_sums(header.num_sequences for header in self.headers)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in all shards."""
+        """Number of sequences in all shards."""
         return int(self.sequences_before[-1])
 
     def total(self, count: str) -> int:
-        """The sum over all shards of a count that headers have, such as ``num_tokens``."""
+        """Return the sum over all shards of a header count, such as ``num_tokens``."""
         return sum(int(getattr(header, count)) for header in self.headers)
 
-    # ---- how shards are opened ----
+    # ---- opening shards ----
 
     @cached_property
     def _mapped(self) -> bool:
@@ -347,7 +353,7 @@ class ShardSet(Shown):
 
     @cached_property
     def in_memory(self) -> ArraysInMemory | None:
-        """Arrays for all shards, which ``read_into_memory`` fills; None if the set is not read into memory."""
+        """Arrays for all shards, filled by ``read_into_memory``; None if the set is not read into memory."""
         headers = self.headers
         same_dtypes = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         data = sum(digest.nbytes for header in headers for digest in header.digests[:2])
@@ -365,7 +371,7 @@ class ShardSet(Shown):
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
         sequence_offsets, token_offsets = (_read_only(np.empty(len(self) + 1, np.int64)) for _ in range(2))
-        # An array takes no memory until values are written to it.
+        # An array uses no memory until values are written to it.
         return ArraysInMemory(
             _read_only(np.empty(tokens, headers[0].token_dtype)),
             _read_only(np.empty(tokens, headers[0].mask_dtype)),
@@ -378,15 +384,17 @@ class ShardSet(Shown):
         )
 
     def read_into_memory(self, arrays: ArraysInMemory, numbers: Iterable[int]) -> None:
-        """Read those shards of these numbers that are not in ``arrays`` yet. Several threads may do so at once.
+        """Read the shards with these numbers into ``arrays``, unless they are there already.
 
-        FormatError: a rule of a shard's index is broken, or another shard was published over it.
+        Threads may call this in parallel.
+
+        FormatError: the index of a shard breaks a rule, or another shard was published at its prefix.
         """
         for number in numbers:
             if arrays.is_read[number]:
                 continue
             shard = self._open(number, ReadOptions("reopen"))
-            shard.sequence_bounds()  # raises the error about a broken rule
+            shard.sequence_bounds()  # raises the error if a rule is broken
             packs = slice(self._packs_before[number], self._packs_before[number + 1] + 1)
             sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*arrays.tokens_before[number:][:2])
             for array, items, values in (
@@ -396,25 +404,25 @@ class ShardSet(Shown):
                 (arrays.sequence_offsets, packs, shard.sequence_offsets + sequences.start),
                 (arrays.token_offsets, packs, shard.token_offsets + tokens.start),
             ):
-                assert array.base is not None  # the writable array that the read-only one is a view of
+                assert array.base is not None  # the writable array under the read-only view
                 array.base[items] = values
             arrays.is_read[number] = 1
 
     def _open(self, number: int, options: ReadOptions) -> Shard:
-        """Open a shard. FormatError: another shard was published over it."""
+        """Open a shard. FormatError: another shard was published at its prefix."""
         columns = self._chosen
         shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, columns=columns)
         require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
         return shard
 
     def shard(self, number: int) -> Shard:
-        """Shard ``number``, open."""
+        """Return shard ``number``, open."""
         if (shard := self._shards.get(number)) is None:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
             try:
                 shard = self._open(number, options)
             except OSError as error:
-                # The system may refuse the process one more map, and so may a cluster's file system.
+                # The operating system or a cluster file system may not allow the process another map.
                 if options.backend != "mmap" or error.errno not in (errno.ENOMEM, errno.EPERM, errno.ENODEV):
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
@@ -422,25 +430,25 @@ class ShardSet(Shown):
         return shard
 
     def open_shards(self, numbers: Sequence[int]) -> list[Shard]:
-        """Several shards, open. Remote ones are opened in parallel, because each takes several requests in a row."""
+        """Open several shards. Remote ones are opened in parallel, because each takes several requests in a row."""
         if not self.remote or len({*numbers} - self._shards.keys()) < 2:
             return [self.shard(number) for number in numbers]
-        # A pool of its own: opening a shard waits for threads of the pool of requests.
+        # A separate pool, because opening a shard waits for threads of the request pool.
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
             return list(pool.map(self.shard, numbers))
 
     # ---- packs ----
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The shard of each pack, and the pack's number in that shard; ``packs`` must be 0 to ``len(self) - 1``."""
+        """Return the shard of each pack and the pack's number in it. ``packs`` must be from 0 to ``len(self) - 1``."""
         if len(self.prefixes) == 1:
             return np.zeros(len(packs), np.int64), packs
-        # "right", because an empty shard begins at the same pack as the shard behind it, which holds that pack.
+        # "right", because an empty shard starts at the same pack as the next shard, which holds that pack.
         shards = np.searchsorted(self.packs_before, packs, side="right") - 1
         return shards, packs - self.packs_before[shards]
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """As ``Shard.schedule``; does nothing if the set is read into memory, or a shard lies in an object store."""
+        """See ``Shard.schedule``. No effect if the set is read into memory or a shard is in an object store."""
         packs = checked_packs(indices, len(self), self.prefixes[0])
         if self.remote or self.in_memory is not None or not len(packs):
             return
@@ -457,7 +465,10 @@ class ShardSet(Shown):
         return f"{self.prefixes[0]}{more}: {len(self):,} packs"
 
     def __getitem__(self, index: int | np.integer[Any]) -> Pack:
-        """One pack; negative indices count from the end of the last shard. IndexError: there is no such pack."""
+        """Return one pack. Negative indices count from the end of the last shard.
+
+        IndexError: the pack does not exist.
+        """
         i, total = operator.index(index), self._packs_before[-1]
         if not -total <= i < total:
             raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
@@ -466,7 +477,7 @@ class ShardSet(Shown):
         return self.pack(number, i - self._packs_before[number])
 
     def pack(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of shard ``number``. The caller must have checked both. Read-only views if ``in_memory``."""
+        """Return pack ``index`` of shard ``number`` without checking either. Read-only views if ``in_memory``."""
         arrays = self.in_memory
         if arrays is None:
             return self.shard(number)[index]
@@ -495,13 +506,13 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def columns_of_sets(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
-    """For each column its spec in each shard of several sets. FormatError: shards differ in its kind."""
+    """Return the spec of each column in each shard of several sets. FormatError: its kind differs between shards."""
     columns = {name: [spec for shards in sets for spec in shards.columns[name]] for name in sets[0].columns}
     return require_alike_columns([prefix for shards in sets for prefix in shards.prefixes], columns)
 
 
 def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
-    """Return ``columns``, which are specs by name, one for each prefix. FormatError: a column is of different kinds."""
+    """Return ``columns``: for each name one spec per prefix. FormatError: the kind of a column differs."""
     remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():
         require_alike(prefixes, map(kind_in_words, specs), f"column {name} is", remedy)
@@ -509,7 +520,7 @@ def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[Colum
 
 
 def require_alike(prefixes: Sequence[str], values: Iterable[Any], subject: str, remedy: str) -> None:
-    """FormatError if two shards have different values; a shard whose value is None is not compared."""
+    """Raise FormatError if two shards have different values. A shard whose value is None is not compared."""
     recorded = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
     for prefix, value in recorded:
         if value != recorded[0][1]:
@@ -517,7 +528,7 @@ def require_alike(prefixes: Sequence[str], values: Iterable[Any], subject: str, 
 
 
 def kind_in_words(spec: ColumnSpec) -> str:
-    """The kind of a column, for messages."""
+    """Return the kind of a column as text for messages."""
     alignment = f", aligned with {spec.alignment}s" if spec.per == "token" else ""
     return f"{spec.dtype} x {spec.width} a {spec.per}{alignment}"
 

@@ -1,4 +1,4 @@
-"""Writing a shard: packs are checked and appended to its data files; the shard is published whole, or not at all.
+"""Write a shard: check packs, append them to the data files, and publish the shard completely or not at all.
 
 Data files and columns are hashed and counted while they grow. The indexes are written last, from the log of packs, so
 that memory stays bounded for any number of packs.
@@ -51,45 +51,45 @@ from megatron_sft_idx.storage.progress import Advance
 
 MaskAlignment = Literal["label", "token"]
 
-# The version of this writer, stored in the JSON block. It must be raised when the same input gives other bytes.
+# The version of this writer, stored in the JSON block. It must be raised if the same input would give other bytes.
 FORMAT_WRITER = 1
-# So many tokens are staged before they are written. They stay in the processor's caches between check, write and
-# checksum. With a quarter of them, the calls that each flush makes let writing take a fifth longer.
+# Number of tokens to stage before writing. They stay in the CPU caches between check, write and checksum. With a
+# quarter of this, the calls of each flush make writing 20% slower.
 STAGE_TOKENS = 1 << 18
-# A run of so many tokens is written from its own arrays, since staging it would take longer than the calls it saves.
+# A run with at least this many tokens is written from its own arrays. Staging it would cost more than it saves.
 _LONG_RUN = STAGE_TOKENS // 4
 
 
 class ShardWriter(Shown):
     """Writes a shard pack by pack.
 
-    It is a context manager. When its block ends, the files are published together; when an exception ends the block,
-    nothing is published and what was written is removed. A killed writer leaves the folder ``PREFIX.building``, never
-    something that looks like a shard. Memory stays at a few MiB for any number of packs.
+    Use it as a context manager. At the end of the block, the files are published together. If an exception ends the
+    block, nothing is published and the written files are removed. A killed writer leaves the folder
+    ``PREFIX.building``, never something that looks like a shard. Memory stays at a few MiB for any number of packs.
 
     Args:
-        prefix: the path that the five files will share; its folder is made if it is missing.
+        prefix: the path that the five files will share; its folder is created if necessary.
         token_dtype: int32, or uint16 for vocabularies below 65500.
         mask_dtype: uint8 for masks of 0 and 1, float32 for weights.
-        capacity: most token positions a pack may hold; None sets it to the longest pack.
+        capacity: maximum number of token positions in a pack; None sets it to the longest pack.
         sequence_multiple: count each sequence as its length rounded up to this against the capacity.
-        pad_id: the tokenizer's padding id, kept for readers.
+        pad_id: the tokenizer's padding id, stored for readers.
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
-        metadata: JSON object for the header: fingerprints, options, counts. Nothing that differs between two jobs of
-            the same input and options.
-        columns: the columns that are written beside the tokens, by name; ``add_pack`` takes their values. The JSON
-            block lists them under ``columns``.
-        media: whether packs may have images and audio, which ``add_pack`` takes. The JSON block then has a key
+        metadata: JSON object for the header: fingerprints, options, counts. It must not hold anything that differs
+            between two runs with the same input and options.
+        columns: the columns to write with the tokens, by name; ``add_pack`` takes their values. The JSON block lists
+            them under ``columns``.
+        media: whether packs may have images and audio, which ``add_pack`` takes. If so, the JSON block gets a key
             ``media``.
-        durable: False skips fsync, for files that are thrown away anyway.
+        durable: False skips fsync, for temporary files.
 
     Attributes:
-        metadata: JSON object for the header, which may be changed until the shard is complete.
-        rebuilt: whether the header will say that the shard was rebuilt.
-        found: whether ``finalize`` found this very shard at the prefix, and left it there.
+        metadata: JSON object for the header. It can be changed until the shard is complete.
+        rebuilt: whether the header will mark the shard as rebuilt.
+        found: whether ``finalize`` found an identical shard at the prefix and kept it.
 
     Raises:
-        FormatError: an argument that the format does not allow; or something is at the prefix that may not be replaced.
+        FormatError: the format does not allow an argument, or the prefix has something that may not be replaced.
         OSError: an error of the disk.
     """
 
@@ -132,11 +132,11 @@ class ShardWriter(Shown):
         building: Building | None = None,
         wait: float = 0.0,
     ) -> ShardWriter:
-        """A writer of a new shard with these options, for a verb that is called ``work``.
+        """Begin a new shard with these options, for the command named ``work``.
 
-        If it is interrupted, giving the command again makes the shard again, so the next writer replaces what is left.
-        A shard at the prefix that was made with the same options may turn out to be this very shard (``found``).
-        Other arguments as of ``Publication``, errors as of the class.
+        After an interruption, repeating the command makes the shard again, so the next writer replaces the remains. A
+        shard at the prefix that was made with the same options may turn out to be identical (``found``). See
+        ``Publication`` for the other arguments and the class for errors.
         """
         paths = options.paths_of(ShardPaths.of(prefix))
         content = {"work": work, "shard": options.encode()}
@@ -157,7 +157,7 @@ class ShardWriter(Shown):
 
     @classmethod
     def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
-        """A writer of the files of a publication. If that ``is_resumed``, the caller must call ``replay`` first."""
+        """Write to the files of a publication. If it ``is_resumed``, the caller must call ``replay`` first."""
         writer = cls.__new__(cls)
         writer._begin(publication, options)
         return writer
@@ -170,7 +170,7 @@ class ShardWriter(Shown):
         self.metadata: dict[str, Any] = dict(options.metadata)
         growing = options.growing_files(publication.paths)
         token_nbytes = sum(each.row_nbytes for each in growing if each.per == "token")
-        self._stage_tokens = max(1, STAGE_TOKENS * 8 // max(8, token_nbytes))  # fewer with columns of tokens
+        self._stage_tokens = max(1, STAGE_TOKENS * 8 // max(8, token_nbytes))  # fewer if there are columns of tokens
         self._stage = _native.PackStage(
             options.token_dtype,
             options.mask_dtype,
@@ -181,7 +181,7 @@ class ShardWriter(Shown):
         )
         self._staged_columns: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         self._named_rows = {name: NamedRows(name, spec) for name, spec in options.columns.items()}
-        # The files that grow as packs come, by path. Their hashes cover the rows that are counted.
+        # The files that grow while packs are added, by path. Their hashes cover the rows that are counted.
         self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
         with self._all_or_nothing():
             for each in growing:
@@ -199,17 +199,17 @@ class ShardWriter(Shown):
 
     @property
     def paths(self) -> ShardPaths:
-        """Where the files will be; until they are published, they are at ``paths.unpublished``."""
+        """The final paths of the files. Before publication, the files are at ``paths.unpublished``."""
         return self._publication.paths
 
     @property
     def num_packs(self) -> int:
-        """Number of packs that were added."""
+        """Number of packs added so far."""
         return self._stage.num_packs
 
     @property
     def dropped_first_tokens(self) -> int:
-        """How many sequences had a token-aligned mask set on their first token, which nothing predicts."""
+        """Number of sequences whose token-aligned mask was set on the first token, which nothing predicts."""
         return self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
@@ -242,18 +242,18 @@ class ShardWriter(Shown):
 
         Args:
             tokens: ids [length].
-            loss_mask: 0/1 or weights [length]. ``label``-aligned: position j says whether predicting token j + 1 of
-                the same sequence counts, so it is 0 at every sequence's end. ``token``-aligned: position j says
+            loss_mask: 0/1 or weights [length]. ``label``-aligned: position j says whether predicting token j + 1 of the
+                same sequence counts, so it is 0 at the end of every sequence. ``token``-aligned: position j says
                 whether token j is trained on. Such a mask is shifted. Its value for the first token of a sequence,
-                which nothing predicts, is dropped; ``dropped_first_tokens`` counts those that were set.
-            seq_starts: start of each sequence in the pack [sequences], the first 0.
-            mask_alignment: which of the two ``loss_mask`` is.
+                which nothing predicts, is dropped; ``dropped_first_tokens`` counts the ones that were set.
+            seq_starts: start of each sequence in the pack [sequences]; the first is 0.
+            mask_alignment: alignment of ``loss_mask``.
             columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], with one
                 row for each token or sequence of the pack, or one row for the pack.
-            media: images and audio of the pack, in order. The mask must be 0 on the labels that are on them.
+            media: images and audio of the pack, in order. The mask must be 0 where the label is a placeholder.
 
         Raises:
-            SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
+            SequenceError: a rule of FORMAT.md is broken; nothing of the pack is added.
         """
         if (
             type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray
@@ -262,8 +262,8 @@ class ShardWriter(Shown):
             and isinstance(media, tuple | list)
             and not media
         ):
-            # The fast way, for arrays of the dtypes that the stage takes. The stage keeps nothing of a pack that it
-            # refuses because of its dtypes, a broken rule or lack of room; add_packs deals with such a pack.
+            # The fast path, for arrays of the dtypes that the stage accepts. If the stage rejects a pack because of its
+            # dtypes, a broken rule or lack of room, it keeps nothing of it, and add_packs handles the pack.
             self._require_ready(mask_alignment)
             try:
                 added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
@@ -287,27 +287,27 @@ class ShardWriter(Shown):
         columns: Mapping[str, ArrayLike] | None = None,
         media: RunMedia | Sequence[MediaItem] | None = None,
     ) -> None:
-        """Add many packs at once: the arrays of ``add_pack`` end to end.
+        """Add many packs at once: the arrays of ``add_pack``, concatenated.
 
         Args:
             tokens: ids of all packs [sum of lengths].
             loss_mask: masks of all packs [sum of lengths].
             seq_starts: start of each sequence in its pack [sum of sequence counts].
-            pack_lengths: tokens in each pack [packs]; None if there is one pack.
-            pack_sequences: sequences in each pack [packs]; None if there is one pack.
-            mask_alignment: as in ``add_pack``.
-            columns: as in ``add_pack``, for all packs end to end.
-            media: images and audio of the packs; a list, as in ``add_pack``, if there is one pack.
+            pack_lengths: number of tokens in each pack [packs]; None for a single pack.
+            pack_sequences: number of sequences in each pack [packs]; None for a single pack.
+            mask_alignment: see ``add_pack``.
+            columns: see ``add_pack``; values of all packs, concatenated.
+            media: images and audio of the packs. For a single pack, a list as in ``add_pack``.
 
         Raises:
-            SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
+            SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is added.
         """
         self._require_ready(mask_alignment)
 
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
             try:
                 return convert(values)
-            except (ValueError, TypeError, RuntimeError) as error:  # TypeError, RuntimeError: tensors numpy cannot take
+            except (ValueError, TypeError, RuntimeError) as error:  # TypeError, RuntimeError: unsupported tensors
                 raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
         starts = array(integer_array, seq_starts, "seq_starts")
@@ -340,9 +340,9 @@ class ShardWriter(Shown):
     def _checked_media(
         self, run: PackRun, media: RunMedia | Sequence[MediaItem], mask_alignment: MaskAlignment = "label"
     ) -> PlacedMedia | None:
-        """Images and audio of a run of packs; None if the packs break a rule, so that the stage refuses them.
+        """Return images and audio of a run of packs; None if the packs break a rule and the stage will reject them.
 
-        SequenceError: this writer takes none, or they break a rule.
+        SequenceError: this writer accepts no media, or they break a rule.
         """
         try:
             if self._media is None:
@@ -354,7 +354,7 @@ class ShardWriter(Shown):
             raise SequenceError(self.prefix, None, str(error)) from None
 
     def _add_media(self, placed: PlacedMedia | None) -> None:
-        """Add the images and audio of packs that were added just now."""
+        """Add the images and audio of the packs that were just added."""
         assert self._media is not None
         assert placed is not None
         with self._all_or_nothing():
@@ -363,7 +363,7 @@ class ShardWriter(Shown):
     def _column_arrays(
         self, columns: Mapping[str, ArrayLike], tokens: int, sequences: int, packs: int
     ) -> dict[str, NDArray[Any]]:
-        """Values of all columns, in their dtypes. SequenceError: a column is missing or unknown, or a row is wrong."""
+        """Return all columns in their dtypes. SequenceError: a column is missing or unknown, or a row is wrong."""
         rows, specs = {"token": tokens, "sequence": sequences, "pack": packs}, self._options.columns
         try:
             if not isinstance(columns, Mapping):
@@ -386,22 +386,23 @@ class ShardWriter(Shown):
         changed: Callable[[PackRun], PackRun] = lambda run: run,
         advance: Advance = lambda nbytes: None,
     ) -> None:
-        """Add all packs of another shard, in bounded memory, and hold it to its checksums on the way.
+        """Add all packs of another shard in bounded memory, and verify its checksums while reading.
 
-        Its packs are noted behind the last of them, so that nothing of a corrupt shard is recovered from a killed
-        build.
+        The packs are logged only after the last one is added, so that recovery after a kill takes nothing from a
+        corrupt
+        shard.
 
         Args:
-            shard: opened with any backend.
-            columns: names of the columns that go along; None for all, which must be those of this writer.
-            changed: makes of each run of its packs the one that is added.
-            advance: called with the bytes that were read since the last call.
+            shard: a shard, opened with any backend.
+            columns: names of the columns to copy; None for all, which must then be the columns of this writer.
+            changed: function that converts each run of its packs before it is added.
+            advance: called with the number of bytes read since the last call.
 
         Raises:
-            FormatError: the other shard lacks a column of this writer, or has another one; nothing was added.
-            CorruptShardError: it does not have its checksums (F3, of a column C7), or as of ``windows``. The build is
+            FormatError: the other shard lacks a column of this writer or has an additional one; nothing was added.
+            CorruptShardError: its checksums do not match (F3, or C7 for a column), or see ``windows``. The build is
                 abandoned.
-            SequenceError: a pack does not fit this writer's capacity or dtypes; the runs before it were added.
+            SequenceError: a pack does not fit this writer's capacity or dtypes. The runs before it were added.
         """
         if columns is None:
             columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
@@ -417,7 +418,7 @@ class ShardWriter(Shown):
             opened = {name: shard.columns.open(name) for name in columns}
             for run in checked_runs(shard.files, opened, advance, shard.media):
                 try:
-                    if refused is None:  # of a shard that is damaged, that is the error
+                    if refused is None:  # if the shard is damaged, that is the error to report
                         self.add_run(changed(run))
                 except SequenceError as error:
                     refused = error
@@ -432,7 +433,7 @@ class ShardWriter(Shown):
             raise refused
 
     def add_run(self, run: PackRun) -> None:
-        """Add the packs of a run, with its columns. Errors as of ``add_packs``."""
+        """Add the packs of a run, with its columns. See ``add_packs`` for errors."""
         arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
         columns = {name: column.values for name, column in run.columns.items()}
         media = run.media if run.media is not None and len(run.media) else None
@@ -457,10 +458,11 @@ class ShardWriter(Shown):
         self._write_staged(run.tokens, run.loss_mask)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
-        """Check, count and hash the first packs that an interrupted build wrote, as if they had just been added.
+        """Check, count and hash the first packs of an interrupted build, as if they had just been added.
 
-        At most ``num_packs`` are replayed, and none from one on that breaks a rule, as its bytes did not reach the
-        disk. Returns how many were; ``progress`` is called with the tokens replayed since the last call.
+        Replays at most ``num_packs``, and stops at the first pack that breaks a rule, because its bytes did not reach
+        the
+        disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last call.
         """
         if self._media is not None:
             num_packs = self._media.whole_packs(num_packs)
@@ -478,7 +480,7 @@ class ShardWriter(Shown):
                 progress(int(ends[last] - ends[first]))
 
     def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
-        """Replay a run of packs, up to the first that breaks a rule. Returns whether none does."""
+        """Replay a run of packs up to the first one that breaks a rule. Return whether all were replayed."""
         rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(lengths)}
         raw = [
             hashed.file.read_at(growing.begin + hashed.nbytes, rows[growing.per] * growing.row_nbytes)
@@ -498,12 +500,12 @@ class ShardWriter(Shown):
         return True
 
     def flush(self) -> None:
-        """Write the staged packs to the files, then note them."""
+        """Write the staged packs to the files, then log them."""
         if len(self._stage.records):
             self._write_staged(self._stage.tokens, self._stage.mask)
 
     def _write_staged(self, tokens: memoryview | NDArray[Any], mask: memoryview | NDArray[Any]) -> None:
-        """``flush``, of packs that have these tokens and masks."""
+        """Do the work of ``flush`` for packs with these tokens and masks."""
         stage = self._stage
         self._publication.building.require_owner()
         with self._all_or_nothing():
@@ -526,7 +528,7 @@ class ShardWriter(Shown):
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Abandon the build if the block fails, because then the files may not belong together any more."""
+        """Abandon the build if the block fails, because the files may then be inconsistent."""
         try:
             yield
         except BaseException:
@@ -534,11 +536,13 @@ class ShardWriter(Shown):
             raise
 
     def complete(self) -> Header:
-        """Write the indexes. Then no more packs can be added, and a ``Shard`` can be opened at ``paths.unpublished``.
+        """Write the indexes.
+
+        After this no packs can be added, and a ``Shard`` can be opened at ``paths.unpublished``.
 
         Raises:
-            FormatError: the metadata is not JSON, or has another vocabulary than when the writer was opened.
-            SequenceError: the last pair of a column ``pair`` is not whole.
+            FormatError: the metadata is not JSON, or its vocabulary differs from that at the start of the writer.
+            SequenceError: the last pair of a column ``pair`` is incomplete.
         """
         self._require_open()
         self._publication.building.require_owner()
@@ -549,7 +553,7 @@ class ShardWriter(Shown):
         return self._header
 
     def _write_indexes(self) -> Header:
-        """Write the indexes, from the packs that were noted, and the headers of the columns."""
+        """Write the indexes from the log of packs, and the headers of the columns."""
         options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
         if (vocab_size := vocab_size_of(self.metadata)) != vocab_size_of(options.metadata):
             raise FormatError(
@@ -584,13 +588,13 @@ class ShardWriter(Shown):
         if listed:
             header.metadata["columns"] = listed
         header = write_seq_idx(publication.open(paths.seq_idx), packs, header)
-        # Bytes behind those of the packs are the torn end of what a killed writer wrote.
+        # Bytes after the last pack are an incomplete write of a killed writer.
         for growing, hashed in self._files.values():
             hashed.file.truncate(growing.begin + hashed.nbytes)
         return header
 
     def finalize(self) -> Header:
-        """Write the indexes, unless ``complete`` has, and publish the shard; returns its header.
+        """Write the indexes, unless ``complete`` did, and publish the shard. Return its header.
 
         FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
         """
@@ -610,7 +614,7 @@ class ShardWriter(Shown):
         return header
 
     def set_aside(self) -> Header:
-        """As ``finalize``, but leave the publication to ``publish_outputs``."""
+        """Do the same as ``finalize``, but leave the publication to ``publish_outputs``."""
         header = self.complete()
         with self._all_or_nothing():
             self._publication.set_aside()
@@ -630,11 +634,11 @@ class ShardWriter(Shown):
             )
 
     def suspend(self) -> None:
-        """Stop writing. ``recover`` can publish the packs that are on disk; those that are staged are lost."""
+        """Stop writing. ``recover`` can publish the packs that are on disk; staged packs are lost."""
         self._publication.close()
 
     def abandon(self) -> None:
-        """Publish nothing, and remove what was written, unless an interrupted writer began it. May be called twice."""
+        """Remove what was written, unless an interrupted writer began it, and publish nothing. Can be called twice."""
         if self._publication.is_resumed:
             self._publication.close()
         else:
@@ -642,9 +646,9 @@ class ShardWriter(Shown):
 
 
 def _header_like(paths: ShardPaths, options: BuildOptions) -> Header | None:
-    """The header of a shard at a prefix that was made with these options, None if there is none.
+    """Return the header of the shard at a prefix if it was made with these options, else None.
 
-    A shard that an interrupted writer left whole gets its name first.
+    A complete shard that an interrupted writer left is published first.
     """
     finish_interrupted(paths)
     if not os.path.isfile(paths.seq_idx) or paths.missing():
@@ -665,12 +669,12 @@ def header_of(
     *,
     rebuilt: bool,
 ) -> Header:
-    """The header of a shard, but for the checksum of its arrays, which follows when they are written.
+    """Return the header of a shard. The checksum of its arrays is filled in when they are written.
 
     Args:
-        counts: of all its packs.
+        counts: counts of all its packs.
         options: its dtypes, numbers and metadata.
-        digests: of the data files and ``.idx``, as the header holds them; their sizes are counts too.
+        digests: digests of the data files and ``.idx``, as the header holds them. Their sizes are used as counts, too.
         rebuilt: whether the shard was rebuilt.
     """
     tokens, _, _, starts = digests
@@ -695,7 +699,7 @@ def header_of(
 
 
 def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:
-    """Offsets from counts: for each chunk the sums before its items, times ``scale``; at last an array of the total."""
+    """Yield for each chunk of counts the sums before its items, times ``scale``; finally an array with the total."""
     total = 0
     for chunk in counts:
         offsets = _native.offsets_from_lengths(chunk, scale, total)
@@ -712,7 +716,7 @@ def write_idx(file: OutputFile, packs: Iterable[PackChunk], token_dtype: np.dtyp
         out.write(chunk.lengths.astype("<i4"))
     remaining = num_packs
     for pointers in _offsets((chunk.lengths for chunk in packs), token_dtype.itemsize):
-        out.write(pointers[:remaining])  # the total at the end is no pack's pointer
+        out.write(pointers[:remaining])  # the final total is not the pointer of a pack
         remaining -= len(pointers[:remaining])
     for start in range(0, num_packs + 1, CHUNK_PACKS):
         out.write(np.arange(start, min(start + CHUNK_PACKS, num_packs + 1), dtype="<i8"))
@@ -720,7 +724,7 @@ def write_idx(file: OutputFile, packs: Iterable[PackChunk], token_dtype: np.dtyp
 
 
 def write_seq_idx(file: OutputFile, packs: Iterable[PackChunk], header: Header) -> Header:
-    """Write ``.seq.idx``; returns the header with the checksum of the arrays. ``packs`` is iterated twice."""
+    """Write ``.seq.idx``, and return the header with the checksum of the arrays. ``packs`` is iterated twice."""
     file.write(bytes(header.nbytes))
     out = HashedFile(file)
     for offsets in _offsets(chunk.sequences for chunk in packs):

@@ -1,8 +1,8 @@
-"""Bytes in files and object stores: read, hashed, locked, and put in place.
+"""Read, hash, lock and publish files and objects.
 
-Nothing here knows what the bytes mean: no module may tell a token from a mask. ``local`` opens local files, ``remote``
-objects in stores, and ``advice`` tells the kernel what is read next. Whatever is put at a place that a user named goes
-through ``publish``. ``progress`` shows how far work is.
+Nothing here knows what the bytes mean; no module may distinguish a token from a mask. ``local`` opens local files,
+``remote`` objects in stores, and ``advice`` gives the kernel hints about reads. All output to paths that a user gave
+goes through ``publish``. ``progress`` shows the progress of work.
 """
 
 from megatron_sft_idx.storage.advice import (

@@ -1,7 +1,7 @@
-"""Hints to the kernel about reads: in which order bytes are read, which come next, and which are no longer needed.
+"""Hints to the kernel about reads: their order, the bytes that are read next, and bytes that are no longer needed.
 
-A hint changes when bytes are read from the disk and what stays in memory, never what is read. The kernel may ignore any
-of them; for huge pages, ``huge_nbytes_of`` counts what it gave.
+A hint changes when bytes are read from the disk and what stays in memory, never the data that is read. The kernel may
+ignore any hint. For huge pages, ``huge_nbytes_of`` returns how many the kernel provided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage.local import Advice, Array, PreadArray, ReopenedArray
 
-# The constants of madvise, for maps, and of posix_fadvise, for files.
+# Constants of madvise, for maps, and of posix_fadvise, for files.
 _ADVICE = {
     "normal": (mmap.MADV_NORMAL, os.POSIX_FADV_NORMAL),
     "sequential": (mmap.MADV_SEQUENTIAL, os.POSIX_FADV_SEQUENTIAL),
@@ -28,13 +28,13 @@ _ADVICE = {
 
 
 class Extents(NamedTuple):
-    """Extents: each is some consecutive items of one of several arrays.
+    """Extents: each is a range of consecutive items of one of several arrays.
 
     Attributes:
         arrays: the arrays.
-        slots: int [extents], the index in ``arrays`` of the array that each extent lies in.
-        starts: int64 [extents], the extent's first item in that array.
-        counts: int64 [extents], its number of items.
+        slots: int [extents], the index in ``arrays`` of each extent's array.
+        starts: int64 [extents], the first item of each extent in that array.
+        counts: int64 [extents], the number of items of each extent.
     """
 
     arrays: Sequence[Array]
@@ -44,7 +44,7 @@ class Extents(NamedTuple):
 
 
 def _map_of(array: Array) -> mmap.mmap | None:
-    """The memory map that an array is a view of; None for an array that is not a view of one."""
+    """Return the memory map of which an array is a view, or None."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -54,22 +54,22 @@ def _map_of(array: Array) -> mmap.mmap | None:
 
 
 def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> None:
-    """Tell the kernel in which order an array will be read: one in a memory map, or one read by ``pread``.
+    """Tell the kernel in which order an array will be read. It may be in a memory map or read by ``pread``.
 
-    Nothing happens for a ``ReopenedArray``, since the kernel keeps this advice for an open file only. ``huge_pages``
-    asks for huge pages too, which only a map can have.
+    No effect for a ``ReopenedArray``, because the kernel keeps this advice only for an open file. ``huge_pages`` also
+    asks for huge pages, which only a map can have.
     """
     if isinstance(array, PreadArray):
         array.advise(_ADVICE[advice][1])
     elif (mapped := _map_of(array)) is not None:
         mapped.madvise(_ADVICE[advice][0])
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             if huge_pages:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def announce(extents: Extents) -> None:
-    """Have the kernel read extents of maps and files in the background; extents of other arrays are left out."""
+    """Make the kernel read extents of maps and files in the background. Extents of other arrays are ignored."""
     sizes = np.array([array.dtype.itemsize for array in extents.arrays], np.int64)[extents.slots]
     begins, nbytes = extents.starts * sizes, extents.counts * sizes
     in_reopened = np.zeros(len(extents.slots), np.bool_)
@@ -91,11 +91,11 @@ def announce(extents: Extents) -> None:
 def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None) -> None:
     """Drop the pages of items ``[start, stop)`` from this process's map of a file and from the page cache.
 
-    A page is kept if it holds other items too, if it is not written to disk yet, or if another process maps it.
+    A page stays if it also holds other items, if it is not written to disk yet, or if another process maps it.
 
     Args:
         path: the file.
-        array: its items. With ``stop``, the first item must begin where the file does.
+        array: its items. With ``stop``, the array must begin at the beginning of the file.
         start: first item.
         stop: one past the last item; None for the whole file, wherever the array begins in it.
     """
@@ -116,10 +116,10 @@ def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None)
 
 
 def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> None:
-    """Drop a range of a file from the page cache; ``nbytes`` 0 means to the end. A missing file is no error."""
+    """Drop a range of a file from the page cache; ``nbytes`` 0 means up to the end. A missing file is not an error."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # removed, or being replaced: the pages of a removed file go by themselves
+    except FileNotFoundError:  # removed, or being replaced: the pages of a removed file are dropped automatically
         return
     try:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -131,14 +131,14 @@ _ADDRESSES = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def huge_nbytes_of(arrays: Sequence[Array]) -> int:
-    """How many bytes are mapped by huge pages now, in the kernel's mappings that hold these arrays."""
+    """Return how many bytes are mapped with huge pages now, in the kernel's mappings that hold these arrays."""
     return mapped_nbytes(arrays, "AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
 
 def mapped_nbytes(arrays: Sequence[Array], *names: str) -> int:
-    """The sum of the named counts of ``/proc/self/smaps``, such as ``Rss``, over the mappings that hold these arrays.
+    """Sum the named counts of ``/proc/self/smaps``, such as ``Rss``, over the mappings that hold these arrays.
 
-    In bytes. Arrays that are not in memory count nothing.
+    In bytes. Arrays that are not in memory count 0.
     """
     spans = [(array.ctypes.data, array.nbytes) for array in arrays if isinstance(array, np.ndarray) and array.nbytes]
     total, holds_array = 0, False

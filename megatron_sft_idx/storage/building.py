@@ -1,27 +1,28 @@
-"""``X.building``: the folder that holds everything unfinished for an output ``X``, next to it.
+"""``X.building``: the folder next to an output ``X`` that holds all unfinished work for it.
 
 ::
 
     X.building/lock        flock, held by the writer; empty
-    X.building/build.json  what is being built; written first and whole; its beginning marks the folder as ours
-    X.building/<suffix>    a file that will be X + suffix: .bin, .seq.idx, .source.col
-    X.building/output      a file or folder that will be X itself; X + .json may go with it
-    X.building/packs       what a shard's writer notes of each pack that it has written; of images and audio in them in
-                           items and blobs next to it
+    X.building/build.json  what is being built; written first and completely; its beginning marks the folder as ours
+    X.building/<suffix>    a file that will become X + suffix: .bin, .seq.idx, .source.col
+    X.building/output      a file or folder that will become X itself; X + .json may go with it
+    X.building/packs       log of a shard's writer with one record per written pack; items and blobs next to it are the
+                           logs for images and audio
     X.building/parts/      parts of tokenization
-    X.building/done.json   written when all files are whole and synced: only removals and renames are left; it begins
+    X.building/done.json   written when all files are complete and synced: only removals and renames are left; begins
                            like build.json
 
-A kill leaves the folder. If it holds ``done.json``, ``finish`` does what is left, as often as it is called; the next
-writer and ``rebuild`` call it. If not, nothing at ``X`` was changed, and the folder can be removed (``discard``).
+A kill leaves the folder. If it holds ``done.json``, ``finish`` does the remaining steps, and can be called repeatedly.
+The next writer and ``rebuild`` call it. Otherwise nothing at ``X`` was changed, and the folder can be removed
+(``discard``).
 
-``done.json`` names the files to rename, in order, and by inode the files that are replaced or removed. If there are
-several, the old one in the place of the last is removed first, and the new one renamed last: of a shard its
-``.seq.idx``, without which it does not exist.
+``done.json`` lists the files to rename, in order, and the files to replace or remove, by inode. If there are several,
+the old version of the last file is removed first and the new one is renamed last. For a shard this is its ``.seq.idx``,
+without which it does not exist.
 
-A job with several outputs has a folder for each, and one for itself. An output whose files are whole is set aside: its
-``done.json`` awaits that of the job, which names all outputs and is written when all of them are whole. So either all
-of them appear, or none does, unless ``rebuild`` is asked to finish one alone.
+A job with several outputs has a folder for each, and one for itself. An output with complete files is set aside: its
+``done.json`` waits for that of the job, which lists all outputs and is written when all of them are complete. So either
+all outputs appear or none, unless ``rebuild`` is asked to finish a single one.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ from megatron_sft_idx.storage.publish import (
     require_space,
 )
 
-# The work of a program that writes a shard by itself. Of all other work the name is that of a verb, which does the same
-# when it is given again.
+# The work of a program that writes a shard itself. All other work has the name of a command; repeating the command
+# repeats the work.
 PROGRAM = "build"
 _POLL_SECONDS = 0.2
 
 
 class Building:
-    """The folder of unfinished work for one output, and the lock on it. See ``take``.
+    """The folder of unfinished work for one output, and its lock. See ``take``.
 
     Attributes:
-        output: path of the output, which a suffix may follow.
+        output: path of the output; files of the output may add a suffix.
         folder: path of the folder.
-        content: what is being built, as ``begin`` was given it, by an interrupted writer or by this one; None before.
+        content: what is being built, as an interrupted or this writer passed it to ``begin``; None before that.
         durable: False skips fsync.
     """
 
@@ -104,25 +105,25 @@ class Building:
         wait: float = 0.0,
         busy: str = "",
     ) -> Building:
-        """Lock the folder of an output; the caller must end with ``finish``, ``discard`` or ``close``.
+        """Lock the folder of an output. The caller must end with ``finish``, ``discard`` or ``close``.
 
         Args:
             output: path of the output.
-            create: make the folder, and those above it, if it is not there.
-            shared: for looking only: other readers may look too, and no right to write is needed.
+            create: create the folder, and its parents, if necessary.
+            shared: for reading only: several readers can hold it, and no write permission is needed.
             durable: False skips fsync.
-            wait: for so many seconds, wait for a writer that is at work.
-            busy: the message of the error if another writer is at work; "" for one that names the output.
+            wait: maximum number of seconds to wait for another active writer.
+            busy: the message of the error if another writer is active; "" for one that contains the output.
 
         Raises:
             FileNotFoundError: there is no folder, and ``create`` is false.
-            FormatError: a writer is at work, or the folder holds something that no build makes.
+            FormatError: a writer is active, or the folder holds something that no build creates.
         """
         folder, deadline = output + BUILDING, time.monotonic() + wait
         require_short(output)
         is_made = False
         if create:
-            require_space(output, 0, 3)  # the folder, and the two files that it begins with
+            require_space(output, 0, 3)  # the folder, and its first two files
             make_folders(output)
         while True:
             if create:
@@ -138,7 +139,7 @@ class Building:
                     continue  # another writer has just removed the folder
                 if not shared or not os.path.isdir(folder):
                     raise
-                lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # copied here without its lock
+                lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # the folder was copied here without its lock
             except FormatError:
                 if time.monotonic() > deadline:
                     if is_made:
@@ -171,60 +172,60 @@ class Building:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are whole, and only removals and renames are left."""
+        """Whether all files are complete, and only removals and renames are left."""
         return os.path.lexists(self.path(DONE))
 
     @property
     def is_done(self) -> bool:
-        """Whether it ``is_whole``, and does not await the other outputs of a job."""
+        """Whether it ``is_whole`` and does not wait for other outputs of a job."""
         return self.is_whole and not self.done.awaits
 
     @property
     def done(self) -> Done:
-        """What is left to do. FormatError: ``done.json`` is not as ``complete`` wrote it."""
+        """Return the remaining steps. FormatError: ``done.json`` is not as ``complete`` wrote it."""
         return read_done(self.output)
 
     @property
     def parts(self) -> str:
-        """Path of the folder of parts."""
+        """Path of the folder for parts."""
         return self.path(PARTS)
 
     def has_files(self) -> bool:
-        """Whether any file of the output is here."""
+        """Return whether the folder has any file of the output."""
         return any(map(is_file_name, os.listdir(self.folder)))
 
     def remove_torn_parts(self) -> None:
-        """Remove what killed tasks left of parts that they were writing."""
+        """Remove incomplete parts that killed tasks left."""
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.parts):
                 if name.endswith(".tmp"):
                     os.unlink(os.path.join(self.parts, name))
 
     def num_parts(self) -> int:
-        """How many parts of tokenization are here."""
+        """Return the number of parts of tokenization in the folder."""
         with contextlib.suppress(FileNotFoundError):
             return sum(name.endswith(".part") for name in os.listdir(self.parts))
         return 0
 
     def holds(self, content: Mapping[str, Any]) -> bool:
-        """Whether this is what is being built."""
+        """Return whether ``content`` is what is being built."""
         return self.content is not None and all(self.content.get(key) == value for key, value in content.items())
 
     def path(self, name: str) -> str:
-        """Path of a file in the folder."""
+        """Return the path of a file in the folder."""
         return os.path.join(self.folder, name)
 
     def target(self, name: str) -> str:
-        """Path that a file of the folder gets in the end."""
+        """Return the final path of a file in the folder."""
         return target_of(self.output, name)
 
     def begin(self, content: Mapping[str, Any]) -> None:
-        """Say in ``build.json`` what is being built. Files that are in the folder stay."""
+        """Record in ``build.json`` what is being built. Existing files in the folder stay."""
         self.content = {**MARK, **content}
         self._write_json(BUILD, self.content)
 
     def open(self, name: str, *, keep: bool = False) -> OutputFile:
-        """Open a file in the folder. It is empty, unless it is to ``keep`` what an earlier writer left."""
+        """Open a file in the folder. It is empty, unless ``keep`` preserves what an earlier writer left."""
         if name not in self._files:
             path = self.path(name)
             if keep and os.path.lexists(path):
@@ -240,22 +241,22 @@ class Building:
         return file
 
     def remove(self, name: str) -> None:
-        """Remove a file of the folder, if it is there."""
+        """Remove a file of the folder, if it exists."""
         if (file := self._files.pop(name, None)) is not None:
             file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(name))
 
     def stage(self, files: Sequence[str], replaces: Mapping[str, int]) -> None:
-        """Sync files, which ``complete`` then says are whole.
+        """Sync files, which ``complete`` then marks as complete.
 
         Args:
-            files: as of ``Done``.
-            replaces: likewise, with the file that makes the output exist first.
+            files: see ``Done``.
+            replaces: see ``Done``. The file that makes the output exist must come first.
 
         Raises:
             FormatError: a file was removed or replaced while it was written.
-            OSError: of the disk.
+            OSError: an error of the disk.
         """
         is_open = {name: file for name, file in self._files.items() if file.fileno() >= 0}
         for file in is_open.values():
@@ -269,25 +270,25 @@ class Building:
         self._staged = list(files), dict(replaces)
 
     def complete(self, outputs: Sequence[str] = (), *, awaits: bool = False) -> None:
-        """Write ``done.json``: from then on only removals and renames are left. Arguments as of ``Done``."""
-        # Syncs the folder, so with done.json the names of all files are on disk before the first of them is renamed.
+        """Write ``done.json``. After this, only removals and renames are left. See ``Done`` for the arguments."""
+        # Syncs the folder, so that with done.json the names of all files are on disk before the first rename.
         self._write_json(DONE, {**MARK, **Done(*self._staged, list(outputs), awaits)._asdict()})
 
     def finish(self, check_old: Callable[[str], None] = lambda folder: None) -> None:
-        """Do what ``done.json`` says, but for what was done before a kill, then remove the folder and the lock.
+        """Do the steps in ``done.json`` that were not done before a kill, then remove the folder and the lock.
 
         Args:
-            check_old: raises if a folder that was replaced, whose path it is given, holds a stranger's file. Where
-                folders can be exchanged, the old one then gets its place again, and the new one is removed.
+            check_old: raises an error if a replaced folder, whose path it gets, holds an unrelated file. If folders can
+                be exchanged, the old one is then restored, and the new one is removed.
 
         Raises:
-            FormatError: a file is gone, or something else has appeared in the place of one. What is left stays, and
-                ``finish`` can be called again.
-            OSError: of the disk, likewise.
+            FormatError: a file is missing, or its path now has something else. The rest stays, and ``finish`` can be
+                called again.
+            OSError: an error of the disk; likewise.
         """
         try:
             outputs = [self.output + end for end in self.done.outputs]
-            # All is checked before the first file is removed, and all old files are removed before the first new one
+            # Everything is checked before the first removal, and all old files are removed before the first new one
             # appears.
             for step in (Building._check, Building._remove_replaced, Building.finish):
                 for output in outputs:
@@ -297,11 +298,11 @@ class Building:
             for name in (OUTPUT, OLD_OUTPUT):  # an old folder
                 if os.path.isdir(self.path(name)):
                     check_old(self.path(name))
-                    # Half removed, it would not be recognised any more.
+                    # A half-removed folder would no longer be recognised.
                     os.rename(self.path(name), self.path(REMOVED))
             self._remove_others()
             self.remove_parts()
-            # Last what says that the rest is ours, and that nothing is left to do.
+            # Last the files that mark the rest as ours, and show that nothing is left to do.
             for name in (BUILD, DONE):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.path(name))
@@ -325,7 +326,7 @@ class Building:
             if each.is_whole:
                 step(each)
             elif not each.has_files():
-                each.discard()  # the rest of a folder that was finished
+                each.discard()  # the rest of a finished folder
             else:
                 raise FormatError(
                     f"{each.folder}: another command began here before this output got its name; finish that, then"
@@ -333,16 +334,16 @@ class Building:
                 )
 
     def _check(self) -> tuple[list[str], list[str]]:
-        """Check that what ``done.json`` says can be done.
+        """Check that the steps in ``done.json`` can be done.
 
-        Returns the names of the files that are still to be removed, and of those that are still to be renamed, both in
-        order. Errors as of ``finish``.
+        Returns the names of the files that still must be removed, and of those that still must be renamed, both in
+        order. See ``finish`` for errors.
         """
         done, pending = self.done, list[str]()
         require_no_lost_files(self.output)
         for name in done.files:
             staged, there, old = inode_at(self.path(name)), inode_at(self.target(name)), done.replaces.get(name)
-            # What is in the folder now is the old folder, after an exchange; or the file has both names.
+            # After an exchange, the folder holds the old folder; or the file has both names.
             if staged is None or staged in (old, there):
                 continue
             if there not in (None, old):
@@ -360,7 +361,7 @@ class Building:
         return removed, pending
 
     def _remove_replaced(self) -> None:
-        """Remove the old file in the place of the last one, then the old files that get no successor."""
+        """Remove the old version of the last file, then the old files that have no new version."""
         removed, _ = self._check()
         for number, name in enumerate(removed):
             os.unlink(self.target(name))
@@ -374,7 +375,7 @@ class Building:
             if name == pending[-1] and len(pending) > 1:
                 sync_folder(folder, self.durable)
             target = self.target(name)
-            # What is not the file that is to be replaced is never replaced, though it has just come.
+            # An unexpected file is never replaced, even if it has only just appeared.
             expected = identity(target) if inode_at(target) == replaces.get(name) else None
             old = move_into_place(self.path(name), target, expected)
             if old is not None:
@@ -388,8 +389,8 @@ class Building:
         sync_folder(folder, self.durable)
 
     def clear(self) -> None:
-        """Remove all but the lock; ``build.json`` last, since it says that the rest is ours."""
-        # Without done.json, nothing is taken for whole of which some is removed already.
+        """Remove everything except the lock. ``build.json`` is last, because it marks the rest as ours."""
+        # Without done.json, partly removed files cannot be mistaken for complete ones.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(DONE))
         self._remove_others()
@@ -400,22 +401,22 @@ class Building:
         self.content = None
 
     def remove_parts(self) -> None:
-        """Remove the folder of parts."""
+        """Remove the folder for parts."""
         if os.path.lexists(self.parts):
             remove_folder(self.parts)
 
     def clear_files(self) -> None:
-        """Remove all but the lock, ``build.json`` and parts."""
+        """Remove everything except the lock, ``build.json`` and parts."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(DONE))
         self._remove_others()
 
     def _remove_others(self) -> None:
-        """Remove the files of the output, and what was noted of them."""
+        """Remove the files of the output and their logs."""
         for file in self._files.values():
             file.close()
         self._files.clear()
-        # The log of packs first, which says that they are in the files.
+        # First the log of packs, which claims that the packs are in the files.
         for name in sorted(os.listdir(self.folder), key=lambda name: name != PACKS):
             path = self.path(name)
             if name in (LOCK, BUILD, DONE, PARTS):
@@ -427,7 +428,7 @@ class Building:
                     os.unlink(path)
 
     def discard(self) -> None:
-        """Remove the folder with all that is in it. Does nothing after ``close``; a forked process only closes it."""
+        """Remove the folder with its content. Does nothing after ``close``. A forked process only closes it."""
         if self.closed:
             return
         try:
@@ -440,17 +441,17 @@ class Building:
     def _remove_folder(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(LOCK))
-        with contextlib.suppress(OSError):  # a stranger's file that has just come stays
+        with contextlib.suppress(OSError):  # an unrelated file that has just appeared stays
             os.rmdir(self.folder)
 
     def release(self) -> None:
-        """``close``; and ``discard`` the folder if nothing was begun in it."""
+        """``close``, and ``discard`` the folder if nothing was begun in it."""
         if not self.closed and not os.path.lexists(self.path(BUILD)):
             self.discard()
         self.close()
 
     def close(self) -> None:
-        """Close all files and release the lock; what is on disk stays. May be called twice."""
+        """Close all files and release the lock. Files on disk stay. Can be called twice."""
         if self.closed:
             return
         for file in self._files.values():
@@ -459,7 +460,7 @@ class Building:
         os.close(lock)
 
     def require_owner(self) -> None:
-        """FormatError in a forked process: it shares the positions of open files with the process that opened them."""
+        """Raise FormatError in a forked process: it shares file positions with the process that opened the files."""
         if os.getpid() != self._process:
             raise FormatError(
                 f"{self.output}: this writer belongs to process {self._process} and this is a fork of it; let every"
@@ -470,7 +471,7 @@ class Building:
         temporary = self.path(name + ".tmp")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        # Paths may hold bytes that are not UTF-8; backslashreplace writes these as JSON's escapes.
+        # Paths may have bytes that are not UTF-8; backslashreplace turns these into JSON escapes.
         data = json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
         with contextlib.closing(OutputFile(temporary, durable=self.durable)) as file:
             file.write(data)
@@ -487,13 +488,13 @@ def take_free(
     wait: float = 0.0,
     check_old: Callable[[str], None] = lambda folder: None,
 ) -> Building:
-    """Take the building folder of an output to begin something new in it; ``clear`` then removes what is left there.
+    """Take the building folder of an output to begin new work in it; ``clear`` then removes its old content.
 
-    What an interrupted writer left whole is finished first, unless it may be dropped (``may_drop``). The caller must
-    end with ``finish``, ``discard`` or ``release``. Other arguments as of ``Building.take`` and ``Building.finish``.
+    Complete work of an interrupted writer is finished first, unless it can be dropped (``may_drop``). The caller must
+    end with ``finish``, ``discard`` or ``release``. See ``Building.take`` and ``Building.finish`` for other arguments.
 
-    FormatError: a writer is at work there; or packs that a program added, or parts of tokenization, are there, and may
-    not be removed without ``overwrite``.
+    FormatError: a writer is active there; or there are packs that a program added, or parts of tokenization, which
+    cannot be removed without ``overwrite``.
     """
     while True:
         building = Building.take(output, durable=durable, wait=wait)
@@ -509,12 +510,12 @@ def take_free(
 
 
 def may_drop(output: str) -> bool:
-    """Whether a whole output of an interrupted writer may be dropped by one that is to replace it anyway."""
+    """Return whether a writer that replaces the output anyway may drop a complete output of an interrupted writer."""
     return not is_half_finished(output) or bool(lost_files(output))
 
 
 def require_removable(building: Building) -> None:
-    """FormatError if the folder holds what giving a command again does not bring back, or not soon."""
+    """Raise FormatError if the folder has work that repeating a command would not restore, or not soon."""
     if holds_packs_of_program(building):
         raise FormatError(
             f"{building.folder}: left by a build that was interrupted; recover its packs: megatron-sft-idx rebuild"
@@ -528,13 +529,13 @@ def require_removable(building: Building) -> None:
 
 
 def holds_packs_of_program(building: Building) -> bool:
-    """Whether the folder holds packs that a program added, which no command makes again."""
+    """Return whether the folder has packs that a program added, which no command can recreate."""
     log = building.path(PACKS)
     return building.holds({"work": PROGRAM}) and os.path.lexists(log) and os.path.getsize(log) > 0
 
 
 def require_replaceable(path: str) -> None:
-    """FormatError if what is at a path may not be removed, as another user's file in a sticky folder may not."""
+    """Raise FormatError if the file at a path cannot be removed, like another user's file in a sticky folder."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -548,7 +549,7 @@ def require_replaceable(path: str) -> None:
 
 
 def _sync(path: str) -> None:
-    """Wait until a file, or a folder with the files in it, is on disk."""
+    """Wait until a file, or a folder with its files, is on disk."""
     if os.path.isdir(path):
         for name in os.listdir(path):
             _sync(os.path.join(path, name))

@@ -1,7 +1,7 @@
-"""What lies in a building folder (``building``): names of its files, whose it is, and what ``done.json`` says.
+"""The content of a building folder (``building``): names of its files, their ownership, and ``done.json``.
 
-Whatever has a name that no build makes belongs to somebody else, and so does whatever lies in a folder that does not
-begin as ours: it is refused by name and left alone.
+A file is unrelated if no build creates a file of that name, or if its folder does not begin like ours. Unrelated files
+are reported by name and left alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, co
 from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, describe, head_of, read_head
 
 OUTPUT, OLD_OUTPUT, REMOVED, PARTS = "output", "output.old", "removed", "parts"
-# What a writer notes of packs, of the items of images and audio in them, and of the encoded files that these show.
+# Logs of a writer: of packs, of the items of images and audio in them, and of the encoded files that these show.
 PACKS, ITEMS, BLOBS = LOGS = "packs", "items", "blobs"
 LOCK, BUILD, DONE = "lock", "build.json", "done.json"
-# What build.json and done.json begin with.
+# The beginning of build.json and done.json.
 MARK = {"sft-building": 1}
 _BEGIN = json.dumps(MARK).removesuffix("}").encode()
 _OF_SHARDS = (*SUFFIXES, *MEDIA_SUFFIXES)
@@ -32,13 +32,13 @@ _MAX_NBYTES = 1 << 28
 
 
 class Done(NamedTuple):
-    """What is left to do for an output whose files are whole: the content of ``done.json``.
+    """The remaining steps for an output with complete files: the content of ``done.json``.
 
     Attributes:
         files: names in the folder of the files to rename, in order.
-        replaces: inodes of the files that are replaced or removed, by the same names.
-        outputs: of a job with several outputs, what is added to its own output for each of the others.
-        awaits: whether this is one of several outputs, which the job's own ``done.json`` lets appear.
+        replaces: inodes of the files to replace or remove, by the same names.
+        outputs: for a job with several outputs, the suffixes of the others.
+        awaits: whether this is one of several outputs, which are published by the job's own ``done.json``.
     """
 
     files: list[str]
@@ -48,13 +48,13 @@ class Done(NamedTuple):
 
 
 def building_of(output: str) -> str | None:
-    """Path of the folder of unfinished work for an output; None if there is none, or it is somebody else's."""
+    """Return the folder of unfinished work for an output; None if there is none or it is unrelated."""
     folder = output + BUILDING
     return folder if _is_begun(folder) and not os.path.islink(folder) else None
 
 
 def is_whole_at(output: str) -> bool:
-    """Whether an interrupted writer left all files of an output whole; it may await the other outputs of a job."""
+    """Return whether an interrupted writer left all files of an output complete, perhaps waiting for a job's others."""
     return building_of(output) is not None and os.path.lexists(os.path.join(output + BUILDING, DONE))
 
 
@@ -63,11 +63,11 @@ def _is_begun(folder: str) -> bool:
 
 
 def is_half_finished(output: str) -> bool:
-    """Whether a file that ``done.json`` names was renamed or removed already, so that the rest has to follow."""
+    """Return whether a file in ``done.json`` was already renamed or removed, so that the rest must follow."""
     done = read_done(output)
     for name in done.files:
         staged = inode_at(os.path.join(output + BUILDING, name))
-        # A folder that was exchanged is the old one; where renaming takes a second link, a file may have both names.
+        # After an exchange the folder is the old one. If renaming uses a second link, a file may have both names.
         if staged in (None, done.replaces.get(name), inode_at(target_of(output, name))):
             return True
     if any(inode_at(target_of(output, name)) is None for name in done.replaces):
@@ -77,7 +77,7 @@ def is_half_finished(output: str) -> bool:
 
 
 def lost_files(output: str) -> list[str]:
-    """Paths of files that ``done.json`` says are whole, and that are gone before they got their names."""
+    """Return paths of files that ``done.json`` lists as complete, but that disappeared before their renames."""
     done = read_done(output)
     lost = []
     for name in done.files:
@@ -91,7 +91,7 @@ def lost_files(output: str) -> list[str]:
 
 
 def require_no_lost_files(output: str) -> None:
-    """FormatError if there are ``lost_files``."""
+    """Raise FormatError if there are ``lost_files``."""
     for path in lost_files(output):
         raise FormatError(
             f"{path}: was removed before it got its name; run the command that wrote it again, with overwrite"
@@ -100,12 +100,12 @@ def require_no_lost_files(output: str) -> None:
 
 
 def target_of(output: str, name: str) -> str:
-    """Path that the file ``name`` of a building folder gets in the end."""
+    """Return the final path of the file ``name`` of a building folder."""
     return output if name == OUTPUT else output + name
 
 
 def inode_at(path: str) -> int | None:
-    """Inode of what is at a path, a link not followed; None for nothing."""
+    """Return the inode at a path, without following links; None if nothing exists."""
     try:
         return os.lstat(path).st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -113,9 +113,9 @@ def inode_at(path: str) -> int | None:
 
 
 def read_done(output: str) -> Done:
-    """What is left to do for an output.
+    """Return the remaining steps for an output.
 
-    FormatError: ``done.json`` is not as ``Building.complete`` wrote it. FileNotFoundError: there is none.
+    FormatError: ``done.json`` is not as ``Building.complete`` wrote it. FileNotFoundError: it does not exist.
     """
     path = os.path.join(output + BUILDING, DONE)
     if (content := read_json(path)) is None:
@@ -130,7 +130,7 @@ def read_done(output: str) -> Done:
 
 
 def require_short(output: str) -> None:
-    """FormatError if the name of the folder of an output would be too long."""
+    """Raise FormatError if the name of the folder of an output would be too long."""
     if len(os.fsencode(os.path.basename(output) + BUILDING)) > MAX_NAME_NBYTES:
         raise FormatError(
             f"{output}: with {BUILDING}, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
@@ -138,9 +138,9 @@ def require_short(output: str) -> None:
 
 
 def require_ours(output: str) -> None:
-    """FormatError if something is in the place of the folder of an output, or in it, that no build makes.
+    """Raise FormatError if the folder of an output is, or contains, something that no build creates.
 
-    Nor may ``build.json`` and ``done.json`` be damaged.
+    ``build.json`` and ``done.json`` must not be damaged, either.
     """
     folder = output + BUILDING
     try:
@@ -150,12 +150,12 @@ def require_ours(output: str) -> None:
                     f"{folder}: {describe(folder)} is here, where the folder of unfinished work would be; move it away"
                 )
             return
-        # Looked at twice: without its lock, a writer may begin in between.
+        # Checked twice: without the lock, a writer may begin in between.
         for name in _strangers(folder) if any(_strangers(folder)) else ():
             is_begun = _is_begun(folder)
             if is_begun and name in (BUILD, DONE):
                 raise _damaged(os.path.join(folder, name))
-            what = "it" if is_begun else "the folder"  # nothing says then that anything in it is ours
+            what = "it" if is_begun else "the folder"  # nothing shows then that anything in it is ours
             raise FormatError(
                 f"{folder}: holds {name}, which no build makes; the folder is for unfinished work and is removed after"
                 f" it: move {what} away"
@@ -168,7 +168,7 @@ def require_ours(output: str) -> None:
 
 
 def _strangers(folder: str) -> Iterator[str]:
-    """Names in the folder, and in the folders in it, of what no build makes there."""
+    """Yield names in the folder and its subfolders that no build creates there."""
     begun = _is_begun(folder)
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
@@ -184,15 +184,15 @@ def _strangers(folder: str) -> Iterator[str]:
 
 
 def _may_hold(entry: os.DirEntry[str], *, begun: bool) -> bool:
-    """Whether a file that has the name of one of ours may hold what it holds."""
+    """Return whether a file with one of our names has content that it may have."""
     with contextlib.suppress(FileNotFoundError):
         if not (nbytes := entry.stat(follow_symlinks=False).st_size):
             return entry.name not in (BUILD, DONE)
         if entry.name.startswith((BUILD, DONE)):
             head = head_of(entry.path, min(nbytes, len(_BEGIN)))
-            is_torn = entry.name.endswith(".tmp") and not head.strip(b"\0")  # by a power failure
+            is_torn = entry.name.endswith(".tmp") and not head.strip(b"\0")  # after a power failure
             return is_torn or _BEGIN.startswith(head)
-        # Before build.json, nothing is written to any other file; to the lock, nothing ever is.
+        # Before build.json exists, nothing is written to any other file. Nothing is ever written to the lock.
         return begun and entry.name != LOCK
     return True
 
@@ -206,20 +206,20 @@ def _strange_in(folder: str, *, parts: bool, begun: bool) -> Iterator[str]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of an output may have this name in the folder."""
+    """Return whether a file of an output may have this name in the folder."""
     return name in (OUTPUT, ".json", *_OF_SHARDS) or (name.startswith(".") and column_of("x" + name) is not None)
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file. FormatError: something else is in it."""
-    # Its writer may remove or replace the file at any time: it is opened once, and nothing is asked of the path again.
+    """Return the JSON object in a file; None if there is no file. FormatError: other content."""
+    # The writer may remove or replace the file at any time, so it is opened once and the path is not used again.
     raw = b""
     try:
         raw = read_head(path, _MAX_NBYTES)
     except FileNotFoundError:
         return None
     except OSError:
-        pass  # a link, or unreadable: as damaged
+        pass  # a link, or unreadable: treated as damaged
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(raw)
         if isinstance(content, dict):
@@ -228,7 +228,7 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def _damaged(path: str) -> FormatError:
-    """The error about a ``build.json`` or ``done.json`` that does not say any more what it should."""
+    """Return the error about a damaged ``build.json`` or ``done.json``."""
     folder = os.path.dirname(path)
     return FormatError(
         f"{path}: damaged, so it does not say any more what is unfinished; remove the folder {folder}, and what is at"

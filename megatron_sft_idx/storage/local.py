@@ -1,7 +1,7 @@
-"""Local files: how they are opened, read as arrays, written and hashed.
+"""Local files: open them, read them as arrays, write and hash them.
 
-No file is mapped or read as an array before its size was checked (``open_array``, ``ReopenedArray``): a file that was
-cut short is then an error when it is opened, and does not kill the process with a SIGBUS later.
+The size of a file is checked before it is mapped or read as an array (``open_array``, ``ReopenedArray``). A truncated
+file is then an error when it is opened, and does not kill the process with a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import FileDigest
 
 _BUFFER_NBYTES = 1 << 16
-# Hashed and read or written at once. Larger writes take several times as long now and then: ext4 asks for large folios.
+# Size of a chunk to hash, read or write. Larger writes sometimes take several times as long: ext4 asks for large
+# folios.
 _CHUNK_NBYTES = 1 << 18
-# A file longer than a chunk reserves its room on disk in steps: ext4 then takes a tenth less time to write it. Larger
-# steps are no faster, and on a disk that is almost full take the room of the other files.
+# A file longer than a chunk reserves disk space in steps: on ext4, writing then takes 10% less time. Larger steps are
+# not faster, and on an almost full disk they take the space of the other files.
 _RESERVED_NBYTES = 1 << 20
 _FALLOC_FL_KEEP_SIZE = 1
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 
-# ---- what is local ----
+# ---- local and remote paths ----
 
-# What paths in object stores begin with. msc is NVIDIA's multi-storage-client.
+# Schemes of paths in object stores. msc is NVIDIA's multi-storage-client.
 SCHEME_STARTS = ("s3://", "msc://")
 _ANY_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names an object, or several, in an object store rather than a local file.
+    """Return whether a path is one or several objects in an object store rather than a local file.
 
     Raises:
-        FormatError: it names an object in a store of another kind. As a local path it would make a folder ``gs:``.
+        FormatError: it is an object in an unsupported store. As a local path it would create a folder ``gs:``.
     """
     text = os.fspath(path)
     if text.startswith(SCHEME_STARTS):
@@ -65,29 +66,29 @@ _COPY = "work there, and let megatron-sft-idx copy bring the shard from the buck
 
 
 def require_local(path: str | os.PathLike[str], what: str, remedy: str = _COPY) -> None:
-    """FormatError for a path in an object store; ``what``, such as ``merge``, names what needs local files."""
+    """Raise FormatError for a path in an object store; ``what``, such as ``merge``, needs local files."""
     if is_remote(path):
         raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
 
 
-# ---- how bytes are read ----
+# ---- ways of reading ----
 
 Backend = Literal["mmap", "pread", "reopen"]
-BackendName = Literal["mmap", "os", "pread", "reopen"]  # as users may say it: "os" is another name of "mmap"
+BackendName = Literal["mmap", "os", "pread", "reopen"]  # as users may write it: "os" is another name of "mmap"
 Advice = Literal["normal", "sequential", "random"]
 
 
 class ReadOptions(NamedTuple):
-    """How the tokens and masks of shards are read.
+    """Options for reading the tokens and masks of shards.
 
     Attributes:
-        backend: ``mmap`` gives views of memory maps: nothing is copied, and processes share the pages. ``pread``
-            copies, for file systems where mapping is slow or refused. ``reopen`` copies too, and holds neither maps nor
-            descriptors between reads. ``mmap`` is several times faster on warm pages, and the default.
-        advice: the order of reads, as a hint to the kernel. ``random`` switches its read-ahead off, which makes cold
-            reads slower unless they are announced (``schedule``), so ``normal`` is the default.
-        huge_pages: ask the kernel to map by huge pages. On a file system that has them, a fault reads 2 MiB: cold packs
-            in random order took twice as long, warm ones no less time. So it is off by default.
+        backend: ``mmap`` returns views of memory maps: nothing is copied, and processes share the pages. ``pread``
+            copies, for file systems on which mapping is slow or not allowed. ``reopen`` copies, too, and holds neither
+            maps nor descriptors between reads. ``mmap`` is the default, and several times faster on warm pages.
+        advice: the order of reads, as a hint to the kernel. ``random`` disables its read-ahead. This makes cold reads
+            slower unless they are announced (``schedule``), so ``normal`` is the default.
+        huge_pages: ask the kernel to map with huge pages. On a file system that supports them, a page fault reads 2
+            MiB: cold packs in random order took twice as long, and warm ones were no faster. So it is off by default.
     """
 
     backend: Backend = "mmap"
@@ -96,10 +97,10 @@ class ReadOptions(NamedTuple):
 
     @classmethod
     def of(cls, where: str, backend: BackendName | ReadOptions = "mmap", **options: Any) -> ReadOptions:
-        """Checked options, from all of them at once, or from the name of a backend and the other fields.
+        """Return checked options, from a ``ReadOptions`` object, or from the name of a backend and the other fields.
 
         Raises:
-            FormatError: no such choice; the message begins with ``where`` and lists the choices.
+            FormatError: a choice does not exist; the message begins with ``where`` and lists the choices.
         """
         read = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
         if cast(str, read.backend) == "os":
@@ -133,9 +134,9 @@ class Array(Protocol):
 
 
 class CopiedArray:
-    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes`` or ``read_items``.
+    """An array whose slices are new, read-only copies. A subclass reads them in ``read_bytes`` or ``read_items``.
 
-    ``path`` is that of the file or object, for error messages.
+    ``path`` is the path of the file or object, for error messages.
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int) -> None:
@@ -151,24 +152,24 @@ class CopiedArray:
         return self.read_items(start, max(start, stop))
 
     def read_items(self, start: int, stop: int) -> NDArray[Any]:
-        """Items ``[start, stop)``, which the array must have. OSError (ENOMEM): they are too many for the memory."""
+        """Read items ``[start, stop)``, which the array must have. OSError (ENOMEM): not enough memory for them."""
         try:
             out = np.empty(stop - start, self.dtype)
-        except MemoryError as error:  # a sparse file may be larger than any memory
+        except MemoryError as error:  # a sparse file may be larger than the memory
             raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {error}", self._path) from None
         self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
         out.flags.writeable = False
         return out
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` with the array's bytes from ``offset`` on; the caller must not ask for more than it has."""
+        """Fill ``out`` with the array's bytes from ``offset`` on. The caller must not ask for more than it has."""
         raise NotImplementedError
 
 
 class PreadArray(CopiedArray):
-    """An array read by ``pread``, whose first item begins at byte ``offset`` of the file.
+    """An array read by ``pread``. Its first item begins at byte ``offset`` of the file.
 
-    Threads and forked processes may share it, since ``pread`` uses no file position. ``fd`` is a descriptor of the
+    Threads and forked processes can share it, because ``pread`` uses no file position. ``fd`` is a descriptor of the
     file, which the array then owns; None to open the file at ``path``.
     """
 
@@ -178,11 +179,11 @@ class PreadArray(CopiedArray):
         self._fd = open_descriptor(path)[0] if fd is None else fd
 
     def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
-        """Call ``posix_fadvise`` for the array's bytes from ``offset`` on; ``nbytes`` 0 means to the file's end."""
+        """Call ``posix_fadvise`` for the array's bytes from ``offset`` on; ``nbytes`` 0 means up to the file's end."""
         os.posix_fadvise(self._fd, self._offset + offset, nbytes, advice)
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """As ``CopiedArray``. CorruptShardError: the file was cut short since it was opened (rule F2)."""
+        """See ``CopiedArray``. CorruptShardError: the file was truncated after it was opened (rule F2)."""
         view, offset, num_read = out.data, self._offset + offset, 0
         while num_read < len(view):
             with name_in_errors(self._path):
@@ -193,15 +194,15 @@ class PreadArray(CopiedArray):
             num_read += count
 
     def __del__(self) -> None:
-        # A constructor that failed has no descriptor to close.
+        # If the constructor failed, there is no descriptor to close.
         if (fd := self.__dict__.pop("_fd", None)) is not None:
             os.close(fd)
 
 
 class PartOfArray(CopiedArray):
-    """Items that lie in an array of bytes, from byte ``begin`` on: it reads only what it is asked for.
+    """Items inside an array of bytes, from byte ``begin`` on. Only the requested items are read.
 
-    So several arrays in one file share its descriptor.
+    This lets several arrays in one file share its descriptor.
     """
 
     def __init__(self, path: str, whole: Array, dtype: np.dtype[Any], count: int, begin: int) -> None:
@@ -209,15 +210,15 @@ class PartOfArray(CopiedArray):
         self._whole, self._begin = whole, begin
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """As ``CopiedArray``. Errors as of a slice of the whole array."""
+        """See ``CopiedArray``. Errors are those of a slice of the whole array."""
         begin = self._begin + offset
         out[:] = self._whole[begin : begin + len(out)]
 
 
 def part_of(path: str, whole: Array, dtype: np.dtype[Any], count: int, begin: int) -> Array:
-    """The ``count`` items that lie in an array of bytes from byte ``begin`` on: a view where it is mapped.
+    """Return ``count`` items inside an array of bytes, from byte ``begin`` on; a view if it is mapped.
 
-    ``path`` is of the file, for errors.
+    ``path`` is the path of the file, for errors.
     """
     if isinstance(whole, np.ndarray):
         return whole[begin : begin + count * dtype.itemsize].view(dtype)
@@ -225,21 +226,24 @@ def part_of(path: str, whole: Array, dtype: np.dtype[Any], count: int, begin: in
 
 
 def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
-    """The bytes of a one-dimensional, contiguous buffer. Unlike ``memoryview.cast`` it takes an empty array."""
+    """Return the bytes of a one-dimensional, contiguous buffer.
+
+    Unlike ``memoryview.cast``, this allows an empty array.
+    """
     if isinstance(data, np.ndarray):
         return data.view(np.uint8).data
     return memoryview(data)
 
 
 def check_size(path: str, found: int, expected: int) -> None:
-    """CorruptShardError (rule F2) unless a file has the size that its shard's header says."""
+    """Raise CorruptShardError (rule F2) unless a file has the size given by its shard's header."""
     if found != expected:
         detail = f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard"
         raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it")
 
 
 class name_in_errors:  # noqa: N801
-    """A context that adds a path to each OSError that names no file, as errors of calls on a descriptor do not."""
+    """A context manager that adds a path to OSErrors without a file name, such as those of calls on a descriptor."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -255,14 +259,14 @@ class name_in_errors:  # noqa: N801
 
 
 def read_beginning(path: str | os.PathLike[str], max_nbytes: int) -> bytes:
-    """Up to ``max_nbytes`` first bytes of a file. Errors as of ``open_regular``."""
+    """Return up to ``max_nbytes`` first bytes of a file. See ``open_regular`` for errors."""
     with open_regular(path) as file:
-        # Python allocates what is asked for before it reads.
+        # Python allocates the requested size before it reads.
         return file.read(min(max_nbytes, os.fstat(file.fileno()).st_size))
 
 
 class _NamedFile(io.FileIO):
-    """A file whose path is in all of its errors, also in those of reading."""
+    """A file whose path is in all of its errors, including those of reading."""
 
     def readinto(self, buffer: Any, /) -> int | None:
         with name_in_errors(self.name):
@@ -274,18 +278,18 @@ class _NamedFile(io.FileIO):
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file that a user named for reading. Errors as of ``open_descriptor``."""
+    """Open a file given by the user for reading. See ``open_descriptor`` for errors."""
     return io.BufferedReader(_NamedFile(path, "rb", opener=lambda name, _: open_descriptor(name)[0]), _BUFFER_NBYTES)
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
-    """Open a file for reading; return its descriptor, which the caller must close, and its status.
+    """Open a file for reading. Return its descriptor, which the caller must close, and its status.
 
-    Never waits, as opening a FIFO otherwise does for its other end.
+    Never blocks. Opening a FIFO would otherwise wait for its other end.
 
     Raises:
-        FormatError: a FIFO, a socket or a device is there.
-        OSError: nothing or a folder is there, or the file may not be read.
+        FormatError: the path is a FIFO, a socket or a device.
+        OSError: the path does not exist or is a folder, or the file is not readable.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(fd)
@@ -298,7 +302,7 @@ def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """What tells a file from another one that takes its name, and from itself after a change."""
+    """Return values that change if another file takes a file's name, or if the file is modified."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -311,16 +315,16 @@ def open_array(
 
     Args:
         path: the file.
-        dtype: of the items.
+        dtype: dtype of the items.
         count: number of items.
-        nbytes: the size that the whole file must have.
+        nbytes: the required size of the whole file.
         offset: byte where the items begin; a multiple of the item size.
         backend: ``mmap`` or ``pread``, as in ``ReadOptions``.
 
     Raises:
         CorruptShardError: the file has another size (rule F2).
-        FormatError: another backend.
-        OSError: the file cannot be opened, or not be mapped.
+        FormatError: the backend does not exist.
+        OSError: the file cannot be opened or mapped.
     """
     if backend not in ("mmap", "pread"):
         raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
@@ -338,16 +342,16 @@ def open_array(
 
 
 class OutputFile:
-    """A file being written, without a buffer; ``nbytes`` is its size. Errors of the disk are OSError with its path.
+    """A file being written, without a buffer; ``nbytes`` is its size. Disk errors are OSErrors with its path.
 
     Args:
-        path: the file. A link there is refused.
+        path: the file. A link is rejected.
         durable: whether ``sync`` waits for the disk.
-        append: go on at the end of the regular file that is there. Else the file is made, and nothing may be there.
+        append: continue at the end of an existing regular file. Otherwise the file is created, and must not exist.
 
     Raises:
-        FileExistsError: without ``append``: something is there, if only a link.
-        FormatError: with ``append``: what is there is no regular file.
+        FileExistsError: without ``append``: the path exists, even if only as a link.
+        FormatError: with ``append``: the path is not a regular file.
     """
 
     def __init__(self, path: str, *, durable: bool = True, append: bool = False) -> None:
@@ -363,17 +367,17 @@ class OutputFile:
         self._reserved, self._process = 0, os.getpid()
 
     def truncate(self, nbytes: int) -> None:
-        """Remove all but the first ``nbytes``, and go on writing there."""
+        """Remove everything after the first ``nbytes``, and continue writing there."""
         assert nbytes <= self.nbytes
         if nbytes == self.nbytes:
-            return  # not for nothing: when a file closes that was ever truncated to 0, ext4 writes it to disk at once
+            return  # ext4 writes a file that was ever truncated to 0 to disk at once when it closes
         with name_in_errors(self.path):
             os.ftruncate(self._fd, nbytes)
         self._reserved = 0
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes from ``offset`` on, fewer if the file ends before."""
+        """Return up to ``nbytes`` bytes from ``offset`` on, or fewer if the file ends before."""
         blocks = []
         with name_in_errors(self.path):
             while nbytes and (block := os.pread(self._fd, nbytes, offset)):
@@ -388,7 +392,8 @@ class OutputFile:
             start = max(self.nbytes, self._reserved)
             step = ctypes.c_int64(start), ctypes.c_int64(_RESERVED_NBYTES)
             self._reserved = start + _RESERVED_NBYTES
-            # Where the disk has no such call, or less room, of which it may have reserved a part, writes go on without.
+            # If the disk does not support this call or has less space (it may have reserved part), writing continues
+            # without.
             if _fallocate(self._fd, _FALLOC_FL_KEEP_SIZE, *step):
                 self._give_back()
                 self._reserved = sys.maxsize
@@ -399,7 +404,7 @@ class OutputFile:
                 view = view[written:]
 
     def write_at(self, data: bytes, offset: int) -> None:
-        """Replace bytes from ``offset`` on that were written before."""
+        """Overwrite bytes that were written before, from ``offset`` on."""
         assert offset + len(data) <= self.nbytes
         num_written = 0
         with name_in_errors(self.path):
@@ -414,18 +419,18 @@ class OutputFile:
                 os.fsync(self._fd)
 
     def _give_back(self) -> None:
-        """Free what was reserved in vain; not in a fork, whose parent may have written on."""
+        """Free unused reserved space. Not in a fork, because its parent may have continued writing."""
         if self._reserved > self.nbytes and self._process == os.getpid():
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.nbytes)
             self._reserved = 0
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._fd
 
     def close(self) -> None:
-        """Close; may be called twice."""
+        """Close the file. Can be called twice."""
         if self._fd >= 0:
             self._give_back()
             fd, self._fd = self._fd, -1
@@ -433,7 +438,7 @@ class OutputFile:
 
 
 def sync_folder(folder: str | Path, durable: bool = True) -> None:
-    """Wait until renames and unlinks in ``folder`` are on disk; does nothing if they need not be ``durable``."""
+    """Wait until renames and unlinks in ``folder`` are on disk. Does nothing if not ``durable``."""
     if not durable:
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -448,7 +453,7 @@ def sync_folder(folder: str | Path, durable: bool = True) -> None:
 
 
 class StreamHash:
-    """The xxh3_128 of a stream of bytes, the checksum of all headers; ``nbytes`` is the number of bytes so far."""
+    """The xxh3_128 of a stream of bytes, the checksum in all headers; ``nbytes`` is the number of bytes so far."""
 
     def __init__(self) -> None:
         self.nbytes, self._hash = 0, xxhash.xxh3_128()
@@ -460,20 +465,23 @@ class StreamHash:
         self.nbytes += len(raw)
 
     def checksum(self) -> bytes:
-        """The checksum as headers store it, 16 bytes."""
+        """Return the checksum in the form of headers, 16 bytes."""
         return self._hash.digest()
 
     def hex(self) -> str:
-        """The checksum in hex, for people and JSON."""
+        """Return the checksum in hex, for people and JSON."""
         return self._hash.hexdigest()
 
     def digest(self) -> FileDigest:
-        """Number of bytes and checksum, as a header has them of a file."""
+        """Return number of bytes and checksum, as headers store them for a file."""
         return FileDigest(self.nbytes, self.checksum())
 
 
 class HashedFile(StreamHash):
-    """Hashes what it writes to ``file``. If that has bytes already, the caller must ``update`` with them first."""
+    """Hashes the bytes that it writes to ``file``.
+
+    If that already has bytes, the caller must ``update`` with them first.
+    """
 
     def __init__(self, file: OutputFile) -> None:
         super().__init__()
@@ -489,7 +497,7 @@ class HashedFile(StreamHash):
 
 
 def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
-    """Size and checksum of a local file from byte ``offset`` on; ``advance`` is called with the bytes of each read."""
+    """Return size and checksum of a local file from byte ``offset`` on; ``advance`` gets the bytes of each read."""
     stream = StreamHash()
     with open_regular(path) as file:
         file.seek(offset)
@@ -500,31 +508,31 @@ def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = 
 
 
 def has_digest(path: str, digest: FileDigest) -> bool:
-    """Whether a local file has this size and checksum; it is read only if it has the size."""
+    """Return whether a local file has this size and checksum. It is read only if its size is right."""
     return os.stat(path).st_size == digest.nbytes and digest_file(path) == digest
 
 
-# ---- files that are opened for each read ----
+# ---- files opened for each read ----
 
-# A file that has changed at so many looks in a row is being written all the time.
+# A file that has changed at this many checks in a row is being written continuously.
 _MAX_LOOKS = 5
 
 
 class ReopenedArray(CopiedArray):
-    """An array in a file that is opened for each slice; between slices no descriptor and no map is held.
+    """An array in a file that is opened for each slice. Between slices, no descriptor and no map is held.
 
-    At each read the file must be the same as at the last look, by device, inode, size and times (``StampedFile``). If
-    it is not, for example because the shard was copied over itself, ``confirm`` decides whether the array is still what
-    it was. If so, the file is looked at and read again.
+    At each read, the file must be the same as at the last check, by device, inode, size and times (``StampedFile``). If
+    not, for example because the shard was copied over itself, ``confirm`` decides whether the array is unchanged. If
+    so, the file is checked and read again.
 
     Args:
         path: the file.
-        dtype: of the items.
+        dtype: dtype of the items.
         count: number of items.
-        nbytes: the size that the file must have (rule F2).
-        confirm: must raise if other content has been published at the path. It is called after a look at the file, so
-            that what it confirms is what was looked at.
-        offset: byte of the file where the first item begins.
+        nbytes: the required size of the file (rule F2).
+        confirm: must raise an error if other content was published at the path. It is called after a check of the file,
+            so that it confirms the checked file.
+        offset: byte offset of the first item in the file.
     """
 
     def __init__(
@@ -540,10 +548,10 @@ class ReopenedArray(CopiedArray):
         return file
 
     def look_again(self, looks: int) -> None:
-        """Look at the file after a read that found it changed; ``looks`` is how often that was in vain for this read.
+        """Check the file after a read that found it changed; ``looks`` is the number of failed checks for this read.
 
         Raises:
-            FormatError, OSError: what is there now is not this array, or changes at every look.
+            FormatError, OSError: the file is no longer this array, or changes at every check.
         """
         if looks == _MAX_LOOKS:
             raise FormatError(f"{self._path}: the file was changed at every one of {looks} looks; let its writer end")
@@ -554,7 +562,7 @@ class ReopenedArray(CopiedArray):
         self.file = file
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """As ``CopiedArray``. FormatError, OSError: what is in the file now is not this array."""
+        """See ``CopiedArray``. FormatError, OSError: the file is no longer this array."""
         looks = 0
         while not self.file.read(self.offset + offset, out):
             self.look_again(looks)
@@ -564,13 +572,13 @@ class ReopenedArray(CopiedArray):
 def read_extents(
     arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
 ) -> None:
-    """Fill ``out`` with items ``[start, start + count)`` of each array, end to end.
+    """Fill ``out`` with items ``[start, start + count)`` of each array, concatenated.
 
     Takes one native call if all arrays are ``ReopenedArray``.
 
     Raises:
-        ValueError: an extent lies outside its array, or all of them together do not fill ``out``.
-        FormatError, OSError: as of a slice of an array.
+        ValueError: an extent is outside its array, or the extents together do not fill ``out``.
+        FormatError, OSError: an error of a slice of an array.
     """
     lengths = np.array([len(array) for array in arrays], np.int64)
     if (outside := (starts < 0) | (counts < 0) | (counts > lengths) | (starts > lengths - counts)).any():
@@ -597,7 +605,7 @@ def read_extents(
     while num_read < len(reopened):
         files = tuple([array.file for array in reopened[num_read:]])
         room = out[int(counts[:num_read].sum()) :] if num_read else out
-        # It ends before the first file that has changed.
+        # It stops before the first file that has changed.
         more = _native.read_ranges(files, begins[num_read:], nbytes[num_read:], room)
         num_read, looks = num_read + more, 0 if more else looks
         if num_read < len(reopened):

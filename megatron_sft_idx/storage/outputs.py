@@ -1,8 +1,8 @@
-"""Files and folders that a user named, other than shards: they appear whole or not at all.
+"""Output files and folders other than shards, at paths that a user gave. They appear completely or not at all.
 
-An output ``X`` is written as ``X.building/output`` (``building``). When it is whole and synced, ``publish`` renames it,
-if the place still has what was there before the first byte: nothing, something empty, or an older thing of the same
-``Kind`` that may be replaced.
+An output ``X`` is written as ``X.building/output`` (``building``). When it is complete and synced, ``publish`` renames
+it. This requires that the path is unchanged since before the first byte: nothing, something empty, or an older output
+of the same ``Kind`` that may be replaced.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_sft_idx.storage.publish import Kind, Place, check_place, identity,
 
 
 def may_replace(path: str, *, overwrite: bool) -> bool:
-    """Whether what is at a path may be replaced, if it is of the right kind.
+    """Return whether an existing output at a path may be replaced, if it is of the right kind.
 
-    Without ``overwrite`` it may if an interrupted command made it: giving that command again is to succeed.
+    Without ``overwrite``, it may if an interrupted command made it, because repeating that command must succeed.
     """
     return overwrite or is_whole_at(path)
 
 
 def check_output(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> None:
-    """Check, before the work, that an output may be written. Errors as of ``new_file`` and ``new_folder``."""
+    """Check, before the work, that an output may be written. See ``new_file`` and ``new_folder`` for errors."""
     name = resolve(path, folder=folder)
     require_short(name)
     require_ours(name)
@@ -37,15 +37,15 @@ def check_output(path: str, kind: Kind, *, overwrite: bool, folder: bool = False
 
 
 def places_of_output(path: str, role: str, *, folder: bool = False) -> list[Place]:
-    """The places of an output and of its building folder, for ``require_apart``."""
+    """Return the places of an output and its building folder, for ``require_apart``."""
     return [Place(path, role, folder=folder), Place(path.rstrip("/") + BUILDING, role, folder=True)]
 
 
 class PendingOutput:
-    """A file or folder that is written at ``temporary`` and published at ``path``; see ``new_file``, ``new_folder``.
+    """A file or folder written at ``temporary`` and published at ``path``. See ``new_file`` and ``new_folder``.
 
-    As a context it removes what was written, unless that was published. A kill leaves the building folder, which the
-    next writer at the path takes over.
+    As a context manager it removes the written files unless they were published. A kill leaves the building folder,
+    which the next writer at the path takes over.
     """
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
@@ -70,7 +70,7 @@ class PendingOutput:
             raise
 
     def _check_old(self, folder: str) -> None:
-        """FormatError if an old folder that is to be removed holds something of a stranger's."""
+        """Raise FormatError if an old folder about to be removed holds an unrelated file."""
         check_place(folder, self._kind, overwrite=True, folder=True)
 
     def __enter__(self) -> PendingOutput:
@@ -86,9 +86,10 @@ class PendingOutput:
         return self._building.open(f"{OUTPUT}/{name}" if self._folder else OUTPUT)
 
     def write_beside(self, suffix: str, data: bytes | None, kind: Kind) -> None:
-        """Publish a small file at ``path`` + ``suffix`` with the output, and after it.
+        """Publish a small file at ``path`` + ``suffix`` together with the output, after it.
 
-        So neither stands next to an older one of the other. With ``data`` None, an older file of this kind is removed.
+        So neither is ever next to an older version of the other. With ``data`` None, an older file of this kind is
+        removed.
 
         Raises:
             FormatError: something else is there, or it may not be replaced.
@@ -102,11 +103,11 @@ class PendingOutput:
             self._building.open(suffix).write(data)
 
     def publish(self) -> None:
-        """Sync what was written, rename it to ``path``, and remove what was there.
+        """Sync the written files, rename them to ``path``, and remove the old output.
 
         Raises:
-            FormatError: something else is at ``path`` now than before the first byte. It is left alone.
-            OSError: of the disk.
+            FormatError: ``path`` has changed since before the first byte. It is left alone.
+            OSError: an error of the disk.
         """
         present = {name: found for name, found in self._replaced.items() if found is not None}
         self._building.stage([OUTPUT, *self._beside], {name: inode for name, (_, inode) in present.items()})
@@ -117,30 +118,30 @@ class PendingOutput:
                     " another name"
                 )
         if not self._folder:
-            # The file may have been written to, or be another one, which took the inode of one that was removed.
+            # The file may have been written to, or be another file that reuses the inode of a removed one.
             check_place(self.path, self._kind, overwrite=True)
         self._building.complete()
         self._building.finish(self._check_old)
 
     def abandon(self) -> None:
-        """Remove what was written; does nothing after ``publish``, or a second time."""
+        """Remove the written files. Does nothing after ``publish``, or a second time."""
         self._building.discard()
 
 
 def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """Begin to write a file. FormatError as of ``resolve``, ``check_place`` and ``take_free``."""
+    """Begin to write a file. FormatError: see ``resolve``, ``check_place`` and ``take_free``."""
     return PendingOutput(resolve(path), kind, overwrite=overwrite, folder=False)
 
 
 def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """Begin to write a folder of files. FormatError as of ``new_file`` and ``require_apart``."""
+    """Begin to write a folder of files. FormatError: see ``new_file`` and ``require_apart``."""
     name = resolve(path, folder=True)
     require_apart([Place(name, "the output", folder=True)])
     return PendingOutput(name, kind, overwrite=overwrite, folder=True)
 
 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
-    """Write and publish a small file, such as a page or a summary. Errors as of ``new_file`` and ``publish``."""
+    """Write and publish a small file, such as a page or a summary. See ``new_file`` and ``publish`` for errors."""
     with new_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal or in a notebook, else lines of text, with the rate and the time left."""
+"""Progress of long work: a bar on a terminal or in a notebook, else lines of text, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 from megatron_sft_idx.lines import log_line, on_one_line, unescaped
 
-# Work calls these with what was done since the last call, never with a sum. Advance takes units, such as bytes; Update
-# takes units and items, such as tokens and packs.
+# Work calls these with the amount done since the last call, never with a sum. Advance takes units, such as bytes;
+# Update takes units and items, such as tokens and packs.
 Advance: TypeAlias = Callable[[int], None]
 Update: TypeAlias = Callable[[int, int], None]
-# Work of several stages calls this when a stage begins, with its name, as a verb, and its total in units. The stage is
-# the context, which gives the stage's Advance.
+# Work with several stages calls this when a stage begins, with its name, as a verb, and its total in units. The
+# returned context manager is the stage, and provides its Advance.
 Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
 
 
@@ -27,11 +27,11 @@ def unwatched(_stage: str, _total: int) -> Iterator[Advance]:
 
 
 def _bar_kind() -> Any:
-    """The class of bars for a person who looks on: of a terminal, or of a notebook that shows widgets; else None."""
+    """Return the class of progress bars for a terminal or for a notebook that shows widgets, else None."""
     is_terminal = sys.stderr.isatty()
     if not is_terminal and "ipykernel" not in sys.modules:
         return None
-    from tqdm import auto, autonotebook, std  # not needed by those who only name the types
+    from tqdm import auto, autonotebook, std  # not needed by code that only uses the types
 
     return auto.tqdm if is_terminal or autonotebook.tqdm is not std.tqdm else None
 
@@ -41,10 +41,10 @@ class Progress:
 
     Args:
         what: the stage, as a verb: ``tokenising``.
-        total: units in all.
-        unit: their name; ``B`` is shown in powers of 1024, others of 1000.
-        log_interval: items between two lines where there is no terminal or notebook; 0 to show nothing.
-        items: the name of the items, which are counted next to the units.
+        total: total number of units.
+        unit: name of the units; ``B`` is shown in powers of 1024, others of 1000.
+        log_interval: number of items between two lines without a terminal or notebook; 0 to show nothing.
+        items: name of the items, which are counted next to the units.
     """
 
     def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
@@ -77,12 +77,12 @@ class Progress:
             self._log()
 
     def count_earlier(self, units: int, items: int) -> None:
-        """Count what an earlier job had done: it is part of the total and not of the rate."""
+        """Count work of an earlier job, which is part of the total but not of the rate."""
         self._earlier = self._earlier[0] + units, self._earlier[1] + items
         self.update(units, items)
 
     def update(self, units: int, items: int) -> None:
-        """Count ``units`` more of the total, and the ``items`` that they are."""
+        """Count ``units`` more of the total, and the corresponding ``items``."""
         self._units += units
         self._num_items += items
         if self._bar is not None:
@@ -103,7 +103,7 @@ class Progress:
         units, items = self._units - self._earlier[0], self._num_items - self._earlier[1]
         rate = units / seconds
         time_left = tqdm.format_interval((self._total - self._units) / rate) if rate else "?"
-        # One rate is enough if items are the units.
+        # If items are the units, one rate is enough.
         beside = "" if units == items else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
         share = 100 * self._units / self._total if self._total else 100.0
         log_line(
@@ -113,7 +113,7 @@ class Progress:
 
 
 def show_progress(log_interval: int) -> Watch:
-    """The ``Watch`` that shows stages whose units are bytes; ``log_interval`` is in MiB."""
+    """Return the ``Watch`` that shows stages whose units are bytes; ``log_interval`` is in MiB."""
 
     @contextmanager
     def watch(what: str, total: int) -> Iterator[Advance]:

@@ -1,12 +1,12 @@
-"""What may be written at a path, and how a file gets its name: whole or not at all, in the place of nothing foreign.
+"""Rules for output paths, and atomic renames: files appear completely, and never replace unrelated files.
 
-``check_place`` says whether something may be written: where there is nothing, something empty, or an older thing of the
-same ``Kind`` that may be replaced. ``move_into_place`` renames what is whole, if the place still has what was there
-before the first byte. Links are followed above the last component of a path that is written, and refused as the last
-component. ``lock_file`` lets one of several processes write: the lock of a killed process is gone, and its file stays.
+``check_place`` checks whether a path may be written: it must be free, empty, or an older output of the same ``Kind``
+that may be replaced. ``move_into_place`` renames a complete file if the path is unchanged since before the first byte.
+In a path to write, links are followed except in the last component, where a link is rejected. ``lock_file`` lets one of
+several processes write. When a process is killed its lock is released, but the lock file stays.
 
-Outputs that a user named are written in building folders (``outputs``, and for shards ``shard.publication``). Small
-control files, such as catalogs, caches and plans, are no outputs: ``write_control_file`` writes them.
+Outputs at paths that a user gave are written in building folders (``outputs``, and ``shard.publication`` for shards).
+Small control files, such as catalogs, caches and plans, are not outputs: ``write_control_file`` writes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Identity = tuple[int, int]
 MAX_NAME_NBYTES = 255
 _OTHER_NAME = "choose another name"
 _SHOWN_NBYTES = 16
-# Of renameat2, as Linux defines them.
+# Constants of renameat2, as Linux defines them.
 _NOREPLACE, _EXCHANGE, _AT_FDCWD = 1, 2, -100
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _TYPES = {
@@ -46,8 +46,9 @@ _TYPES = {
 class Kind(NamedTuple):
     """A kind of file, or of folder of files, that the package writes: its name, such as ``a page``, and its test.
 
-    ``recognize`` says whether the file at a path is of this kind, or one of the files of such a folder. It may neither
-    follow links nor wait for a FIFO, so it reads through ``head_of``; and it must return False rather than raise.
+    ``recognize`` returns whether the file at a path is of this kind, or is one of the files of such a folder. It must
+    not follow links or wait for a FIFO, so it reads through ``head_of``. It must return False rather than raise an
+    error.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
 class Place(NamedTuple):
     """A path that a command reads or writes, with its role in error messages, such as ``the input``.
 
-    ``folder`` says whether it is a folder that is written, and replaced, as a whole.
+    ``folder`` says whether it is a folder that is written and replaced as a whole.
     """
 
     path: str
@@ -66,14 +67,14 @@ class Place(NamedTuple):
 
 
 def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
-    """The absolute path of what is to be written, with links followed above the last component; makes nothing.
+    """Return the absolute path of an output, with links followed except in the last component. Creates nothing.
 
     Args:
         path: as the user gave it.
-        folder: whether a folder is to be written. Its name may end with slashes, and may be ``.`` or ``..``.
+        folder: whether the output is a folder. Its name may end with slashes, and may be ``.`` or ``..``.
 
     Raises:
-        FormatError: nothing can be written under that name, or what should be a folder above it is none.
+        FormatError: the name cannot be written, or one of its parents is not a folder.
     """
     text = os.fspath(path)
     require_local(text, "writing", _OTHER_NAME)
@@ -104,7 +105,7 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
 
 
 def places_at(path: str, role: str) -> list[Place]:
-    """The files that reading a path reads, for ``require_apart``: the file, or those in the folder, not deeper."""
+    """Return the files that are read from a path, for ``require_apart``: the file, or those directly in the folder."""
     try:
         return [Place(os.path.join(path, name), role) for name in sorted(os.listdir(path))]
     except OSError:
@@ -112,7 +113,7 @@ def places_at(path: str, role: str) -> list[Place]:
 
 
 def identity(path: str) -> Identity | None:
-    """Device and inode of what is at a path; of a link its own, not its target's. None for nothing."""
+    """Return device and inode at a path, without following a link. None if nothing exists."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -121,19 +122,19 @@ def identity(path: str) -> Identity | None:
 
 
 def describe(path: str) -> str:
-    """What is at a path, for error messages: ``a folder``."""
+    """Describe the object at a path for error messages: ``a folder``."""
     return _TYPES.get(stat.S_IFMT(os.lstat(path).st_mode), "a device")
 
 
 def head_of(path: str, nbytes: int) -> bytes:
-    """The first bytes of a regular file; empty for anything else, a link included, and for what cannot be read."""
+    """Return the first bytes of a regular file; b"" for anything else, including links and unreadable files."""
     with contextlib.suppress(OSError):
         return read_head(path, nbytes)
     return b""
 
 
 def read_head(path: str, nbytes: int) -> bytes:
-    """The first bytes of a regular file; empty for anything else. OSError: a link, nothing there, or unreadable."""
+    """Return the first bytes of a regular file; b"" for anything else. OSError: a link, missing or unreadable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
@@ -143,11 +144,11 @@ def read_head(path: str, nbytes: int) -> bytes:
 
 
 def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
-    """FormatError if a command would write what it reads, or two things to one place.
+    """Raise FormatError if a command would write what it reads, or write two outputs to one path.
 
-    Files are the same if their resolved paths are, or if device and inode are, as of hard links. A folder that is
-    written may not hold another file of the command, nor be or hold the working folder. Every command must call this
-    once, before it writes its first byte, with all files that it reads and writes.
+    Files are the same if their resolved paths are equal, or if device and inode are, as for hard links. An output
+    folder must not hold another file of the command, and must not be or hold the working directory. Every command must
+    call this once, before it writes its first byte, with all files that it reads and writes.
     """
     writes = list(writes)
     seen: dict[str | Identity, Place] = {}
@@ -155,7 +156,7 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
     for place in (*writes, *reads):
         is_read = len(resolved) >= len(writes)
         head, base = os.path.split(place.path.rstrip("/"))
-        # The last component of what is written is not followed: a link there is refused.
+        # The last component of an output path is not followed: a link there is rejected.
         follow = is_read or base in ("", ".", "..")
         path = os.path.realpath(place.path) if follow else os.path.join(os.path.realpath(head), base)
         keys: list[str | Identity] = [path]
@@ -185,22 +186,22 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
 
 
 def _and_above(path: str) -> Iterator[str]:
-    """A path, and the folders above it."""
+    """Yield a path and its parents."""
     yield path
     while (above := os.path.dirname(path)) != path:
         yield (path := above)
 
 
 def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> Identity | None:
-    """Find out whether a file, or a folder, of a kind may be written at a path, which is as ``resolve`` gives it.
+    """Check whether a file or folder of a kind may be written at a path from ``resolve``.
 
-    With ``overwrite`` it may replace something of that kind. Anything else that is not empty is never replaced.
+    With ``overwrite`` it may replace an output of that kind. Anything else that is not empty is never replaced.
 
     Returns:
-        What is there now, for ``move_into_place``; None for nothing.
+        The identity of what is there now, for ``move_into_place``; None if nothing exists.
 
     Raises:
-        FormatError: what is there may not be replaced. The message says what it is.
+        FormatError: the existing object may not be replaced. The message describes it.
     """
     present = identity(path)
     if present is None:
@@ -223,7 +224,7 @@ def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False)
 
 
 def _files_in(folder: str, kind: Kind) -> list[str]:
-    """Paths of the files in a folder; FormatError if it holds anything but files."""
+    """Return the paths of the files in a folder. FormatError: it holds anything except files."""
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:
@@ -236,7 +237,7 @@ def _files_in(folder: str, kind: Kind) -> list[str]:
 
 
 def make_folders(path: str) -> None:
-    """Make the folder that a path lies in, and those above it. FormatError if something else has one of their names."""
+    """Create the parent folders of a path. FormatError: something else has one of their names."""
     require_local(path, "writing a shard")
     parent = os.path.dirname(path) or "."
     try:
@@ -246,10 +247,10 @@ def make_folders(path: str) -> None:
 
 
 class ControlFile:
-    """A small control file, such as a catalog, a cache or a plan, that is written under a hidden name next to it.
+    """A small control file, such as a catalog, a cache or a plan, written under a hidden name next to its path.
 
-    ``publish`` renames it. The next writer replaces what a killed one left. As a context it removes what was written,
-    unless that was published.
+    ``publish`` renames it. The next writer replaces the remains of a killed one. As a context manager it removes the
+    written file unless it was published.
     """
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool) -> None:
@@ -258,7 +259,7 @@ class ControlFile:
         require_space(path, 0)
         make_folders(path)
         parent, base = os.path.split(path)
-        # Hidden, so that no pattern for finished files matches; cut, so that there is room for what is appended.
+        # Hidden, so that no pattern for finished files matches; truncated, to leave space for a suffix.
         stem = os.path.join(parent, "." + os.fsencode(base)[:200].decode(errors="ignore"))
         self._lock = _lock_leftover(f"{stem}.tmp", kind)
         self._file: OutputFile | None = None
@@ -287,11 +288,11 @@ class ControlFile:
         return self._file
 
     def publish(self) -> None:
-        """Sync what was written, and rename it to ``path`` in the place of what was there.
+        """Sync the written file, and rename it to ``path``, replacing the old one.
 
         Raises:
-            FormatError: something else is at ``path`` now than before the first byte. It is left alone.
-            OSError: of the disk.
+            FormatError: ``path`` has changed since before the first byte. It is left alone.
+            OSError: an error of the disk.
         """
         if self._file is not None:
             self._file.close()
@@ -302,7 +303,7 @@ class ControlFile:
         finally:
             os.close(fd)
         if identity(self.path) == self._replaced:
-            # The file may have been written to, or be another one, which took the inode of one that was removed.
+            # The file may have been written to, or be another file that reuses the inode of a removed one.
             check_place(self.path, self._kind, overwrite=True)
         move_into_place(self._temporary, self.path, self._replaced)
         self._is_published = True
@@ -310,7 +311,7 @@ class ControlFile:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of files. What fails is tried once more, since network file systems may be busy for a moment."""
+    """Remove a folder of files. Failures are retried once, because network file systems can be busy for a moment."""
     for _ in range(2):
         try:
             for name in os.listdir(folder):
@@ -323,11 +324,11 @@ def remove_folder(folder: str) -> None:
 
 
 def _lock_leftover(path: str, kind: Kind) -> int | None:
-    """Make an empty temporary file, or empty the one that a killed writer left, so that these never pile up.
+    """Create an empty temporary file, or empty the one that a killed writer left, so that they do not pile up.
 
     Returns:
-        Its descriptor, locked. None if a living writer has the lock, the file system has no locks, or the file is not
-        of the package.
+        Its descriptor, locked. None if an active writer has the lock, the file system has no locks, or the file does
+        not belong to the package.
     """
     try:
         fd = lock_file(path, (b"",), create=True, busy=f"{path}: another process writes here")
@@ -337,31 +338,31 @@ def _lock_leftover(path: str, kind: Kind) -> int | None:
         if not kind.recognize(path):
             os.close(fd)
             return None
-        os.ftruncate(fd, 0)  # never of an empty file: ext4 writes one that was truncated to disk when it closes
+        os.ftruncate(fd, 0)  # never an empty file: ext4 writes a truncated one to disk when it closes
     return fd
 
 
 def new_control_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> ControlFile:
-    """Begin to write a control file. FormatError as of ``resolve`` and ``check_place``."""
+    """Begin to write a control file. FormatError: see ``resolve`` and ``check_place``."""
     return ControlFile(resolve(path), kind, overwrite=overwrite)
 
 
 def write_control_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
-    """Write and publish a control file. Errors as of ``new_control_file`` and ``publish``."""
+    """Write and publish a control file. See ``new_control_file`` and ``publish`` for errors."""
     with new_control_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()
 
 
 def move_into_place(temporary: str, path: str, expected: Identity | None) -> str | None:
-    """Rename a file or folder to ``path``, if nothing or the expected thing is there. The caller must have synced it.
+    """Rename a synced file or folder to ``path``, if nothing or the expected object is there.
 
     Returns:
-        Where the replaced folder is now, which the caller must remove; None for a replaced file, which is gone, and for
-        nothing.
+        The new path of a replaced folder, which the caller must remove. None for a replaced file, which is gone, and if
+        nothing was there.
 
     Raises:
-        FormatError: something else is there. Everything is left as it was.
+        FormatError: something else is there. Nothing is changed.
     """
     folder = os.path.isdir(temporary)
     present = identity(path) if expected is not None else None
@@ -388,17 +389,20 @@ def move_into_place(temporary: str, path: str, expected: Identity | None) -> str
 
 
 def _move_to_free_place(temporary: str, path: str, *, folder: bool) -> None:
-    """Rename a file or folder to ``path``. FileExistsError or FormatError if anything is there but an empty folder."""
+    """Rename a file or folder to ``path``.
+
+    FileExistsError or FormatError: the path exists and is not an empty folder.
+    """
     if _rename(temporary, path, _NOREPLACE):
         return
     if folder:
-        os.rename(temporary, path)  # replaces nothing but an empty folder
+        os.rename(temporary, path)  # replaces nothing except an empty folder
         return
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         if os.path.lexists(path):
             raise _changed(path) from None
         os.rename(temporary, path)
@@ -407,7 +411,7 @@ def _move_to_free_place(temporary: str, path: str, *, folder: bool) -> None:
 
 
 def exchange(one: str, other: str) -> bool:
-    """Let two folders exchange their places; False where the file system cannot."""
+    """Exchange two folders. Return False if the file system cannot do that."""
     return _rename(one, other, _EXCHANGE)
 
 
@@ -431,7 +435,7 @@ def _rename(old: str, new: str, flags: int) -> bool:
 
 
 def require_space(path: str, nbytes: int, files: int = 1) -> None:
-    """OSError (ENOSPC) if the disk that a path will be on has too few free bytes, or too few inodes for ``files``."""
+    """Raise OSError (ENOSPC) if the disk of a path has too few free bytes, or too few inodes for ``files``."""
     folder = os.path.abspath(path)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -439,31 +443,31 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     free, full = room.f_bavail * room.f_frsize, os.strerror(errno.ENOSPC)
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed and {free:,} are free", path)
-    # A file system without a fixed number of inodes reports 0 of them.
+    # A file system without a fixed number of inodes reports 0.
     if room.f_files and room.f_favail < files:
         raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)
 
 
-# ---- one writer a place ----
+# ---- one writer per path ----
 
 # Errors of file systems without locks: Lustre mounted without them, some FUSE and NFS mounts.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str | None) -> int:
-    """Open a file and lock it; the lock lasts until the caller closes the descriptor, or is killed.
+    """Open a file and lock it. The lock lasts until the caller closes the descriptor or is killed.
 
     Args:
-        path: of the file. A link there is refused.
-        magics: what a file of the package begins with, all of one length; the file may also be empty.
-        create: make the file if there is none.
-        shared: for a reader: keeps writers out and no other reader, and needs no right to write.
+        path: path of the file. A link is rejected.
+        magics: possible beginnings of a file of the package, all of one length; the file may also be empty.
+        create: create the file if it does not exist.
+        shared: for a reader: blocks writers but not other readers, and needs no write permission.
         busy: the message of the error if another process has the lock; None to wait for that process.
 
     Raises:
-        FormatError: another process has the lock, the file system has no locks, or what is at ``path`` is not of the
-            package and is left alone.
-        FileNotFoundError: there is no file, and ``create`` is false.
+        FormatError: another process has the lock; the file system has no locks; or the file at ``path`` does not belong
+            to the package, and is left alone.
+        FileNotFoundError: the file does not exist, and ``create`` is false.
     """
     # O_NONBLOCK: opening a FIFO would wait for its other end.
     access = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -473,7 +477,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
             check_lock(path, magics, shared=shared)
-            # Between open and flock, the writer that had the lock may have removed the file.
+            # Between open and flock, the previous owner of the lock may have removed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(path)):
                     return fd
@@ -484,7 +488,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
                 raise FormatError(busy) from None
             if not isinstance(error, OSError) or error.errno not in _NO_LOCKS:
                 raise
-            if empty:  # most likely made by the call above
+            if empty:  # most likely created by the call above
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise FormatError(
@@ -495,7 +499,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
 
 
 def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) -> None:
-    """FormatError if something is at a path that ``lock_file`` would refuse."""
+    """Raise FormatError if ``lock_file`` would reject the file at a path."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

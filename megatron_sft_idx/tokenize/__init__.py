@@ -1,10 +1,10 @@
-"""Chats become packed shards, on this machine or on a Ray cluster; ``pipeline`` is the whole way.
+"""Convert chats to packed shards, on this machine or on a Ray cluster; ``pipeline`` is the whole process.
 
-The input is cut into stretches (``cut``); a task makes a part of each (``parts``). Of all rows some are selected
+The input is divided into stretches (``cut``); a task makes a part from each (``parts``). Rows are selected
 (``selection``), packs are planned from lengths (``plan``), and shards are written (``gather``) from the parts, or from
-another shard (``corpus``). Tasks run in processes of this machine (``local``) or on a cluster (``ray``); ``begin``
-decides what of an interrupted job can be used. Only ``encoding`` may know how a chat becomes tokens; how a shard lies
-on disk is for the folder ``shard`` to know.
+another shard (``corpus``). Tasks run in processes of this machine (``local``) or on a cluster (``ray``). ``begin``
+decides what can be reused of an interrupted job. Only ``encoding`` knows how a chat becomes tokens, and only the folder
+``shard`` knows the layout of a shard on disk.
 """
 
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit

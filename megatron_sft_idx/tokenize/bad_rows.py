@@ -1,4 +1,4 @@
-"""``--max-bad-rows``: how many rows may be skipped before a job stops."""
+"""``--max-bad-rows``: the number of rows that may be skipped before a job stops."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.tokenize.report import CorpusReport
 
 _NUMBER = re.compile(r"(\d{1,15})(\.\d{1,15})?(%?)")
-# Bad rows that the error names.
+# Number of bad rows to list in the error.
 _MAX_NAMED = 3
 
 
 class TooManyBadRowsError(SequenceError):
-    """More rows cannot be used than ``--max-bad-rows`` allows; a later job may go on with what is tokenised."""
+    """More rows are unusable than ``--max-bad-rows`` allows. A later job may reuse what is already tokenised."""
 
 
 @dataclass(frozen=True)
 class BadRowLimit:
-    """How many rows may be skipped, a count or a share of all rows.
+    """The limit on skipped rows: a count or a fraction of all rows.
 
     Attributes:
         given: the limit as it was given, for messages.
-        count: rows; None where the limit is a share.
-        share: of all rows, from 0 to 1.
+        count: number of rows; None if the limit is a fraction.
+        share: fraction of all rows, from 0 to 1.
     """
 
     given: str
@@ -36,10 +36,10 @@ class BadRowLimit:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> BadRowLimit | None:
-        """The limit that the arguments ``max_bad_rows`` and ``on_bad_row`` of ``preprocess`` set; None if none does.
+        """Return the limit set by the arguments ``max_bad_rows`` and ``on_bad_row`` of ``preprocess``, or None.
 
         Raises:
-            FormatError: it is neither a whole number nor a share, or bad rows are not skipped.
+            FormatError: it is neither an integer nor a fraction, or bad rows are not skipped.
         """
         value = given["max_bad_rows"]
         if value is None:
@@ -58,13 +58,13 @@ class BadRowLimit:
         return cls(str(value), int(share)) if is_count else cls(str(value), None, share)
 
     def allows(self, skipped: int, rows: int | None) -> bool:
-        """Whether so many rows may be skipped, of ``rows`` in all at most; None where that is not known yet."""
+        """Return whether this many rows may be skipped out of at most ``rows``; None if the total is not known yet."""
         if self.count is not None:
             return skipped <= self.count
         return skipped <= self.share * rows if rows is not None else self.share > 0 or not skipped
 
     def require(self, report: CorpusReport, rows: int | None, source: str) -> None:
-        """TooManyBadRowsError unless ``allows``; ``source`` is what the message begins with, such as the input file."""
+        """Raise TooManyBadRowsError unless ``allows``; ``source``, such as the input file, begins the message."""
         if self.allows(report.skipped, rows):
             return
         named = report.bad_rows[:_MAX_NAMED]

@@ -1,8 +1,8 @@
-"""What a job finds at its prefix: nothing, parts or a corpus that an earlier job made, or finished shards.
+"""The state at a job's prefix: nothing, parts or a corpus from an earlier job, or finished shards.
 
-Parts lie in the building folder of the prefix, each named by a digest of what decides its content, so a job uses those
-that are as it would make them, and makes the others. ``build.json`` holds the options that decide over parts: where one
-of them differs, all parts would be of no use, and the job says so before hours of work.
+Parts are in the building folder of the prefix. Each has the digest of everything that determines its content as its
+name, so a job reuses the parts that it would make, and makes the others. ``build.json`` has the options that determine
+the parts. If one of them differs, all parts would be useless, and the job reports this before hours of work.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatron_sft_idx.tokenize.plan import PackOptions
 from megatron_sft_idx.tokenize.row_files import row_files
 from megatron_sft_idx.tokenize.selection import Selection, file_weights
 
-# Beginnings of what ``differences`` says of options that the fingerprint of a chat template covers too.
+# Beginnings of differences in options that the fingerprint of a chat template also covers.
 _IN_TEMPLATE = tuple(
     f"{name.replace('_', ' ')} " for name in ("template_kwargs", *(f.name for f in fields(MaskOptions)))
 )
 _WORK = "preprocess"
-# The key of ``build.json`` under which the options lie that decide over parts.
+# The key of ``build.json`` for the options that determine the parts.
 _ENCODING = "encoding"
 
 
@@ -50,18 +50,19 @@ class PreprocessOptions:
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
-        prefix: of the packed shard, or what the prefixes of several begin with; "" for a dry run without one.
+        prefix: prefix of the packed shard, or the beginning of the prefixes of several; "" for a dry run without one.
         encoding: how rows become sequences, without the weights of files.
         packing: how sequences become packs.
-        engine: ``local`` runs tasks on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
-        ray_address: of the cluster; None starts one on this machine, and stops it.
-        workers: processes that tokenise; 0 for this process alone, None for one a processor. Changes no byte.
-        output_shards: how many shards the packs are cut into.
-        overwrite: replace what is at the prefix.
-        keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
-        log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
-        loss_weights: by FILE, a weight that the masks of the file's rows are multiplied by (``file_weights``).
-        max_bad_rows: how many rows may be skipped; None for no limit. Changes no byte.
+        engine: ``local`` runs tasks on this machine, ``ray`` on a Ray cluster. Does not change the output.
+        ray_address: address of the cluster; None starts one on this machine, and stops it.
+        workers: number of worker processes for tokenization; 0 for this process only, None for one per CPU. Does not
+            change the output.
+        output_shards: number of shards for the packs.
+        overwrite: replace existing shards at the prefix.
+        keep_corpus: keep the tokenised corpus next to the packed shard, at ``PREFIX.unpacked``.
+        log_interval: number of rows between two lines of progress without a terminal; 0 for none.
+        loss_weights: by FILE, a weight for the masks of the file's rows (``file_weights``).
+        max_bad_rows: maximum number of skipped rows; None for no limit. Does not change the output.
         repeats: by FILE, how often the file's rows are trained on (``file_weights``).
     """
 
@@ -81,27 +82,30 @@ class PreprocessOptions:
     repeats: Mapping[str, float] = field(default_factory=dict)
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
-        """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""
+        """Return how rows of these files become sequences, with the files' weights. See ``file_weights`` for errors."""
         if not self.loss_weights:
             return self.encoding
         weights = tuple(file_weights("--loss-weight", self.loss_weights, [file.path for file in files]))
         return replace(self.encoding, loss_weights=weights if set(weights) != {1.0} else ())
 
     def packing_of(self, files: Sequence[InputFile]) -> PackOptions:
-        """How sequences of these files become packs, their weights included; errors as of ``file_weights``."""
+        """Return how sequences of these files become packs, with the files' weights.
+
+        See ``file_weights`` for errors.
+        """
         if not self.repeats:
             return self.packing
-        # By the numbers of the files: headers of shards must not hold paths.
+        # By the numbers of the files, because headers of shards must not contain paths.
         weights = file_weights("--repeat", self.repeats, [file.path for file in files])
         if self.encoding.rows.kind == "preference" and max(weights) > 1:
             raise FormatError("--repeat: a preference pair is trained on once, as its number says; ask for 1 at most")
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
     def expanded(self) -> tuple[list[InputFile], PreprocessOptions]:
-        """The files of the input, and the options with weights by the numbers of files, and conditions by their names.
+        """Return the input files, and the options with weights by file number and conditions by file name.
 
         Raises:
-            FormatError: an input that is none, or holds packs; or conditions that cannot be.
+            FormatError: an input does not exist or holds packs, or conditions are invalid.
         """
         files = row_files(self.inputs)
         paths, packing = [file.path for file in files], self.packing_of(files)
@@ -110,7 +114,7 @@ class PreprocessOptions:
         return files, replace(self, packing=replace(packing, where=tuple(map(str, conditions))))
 
     def check_outputs(self, files: Sequence[InputFile]) -> None:
-        """FormatError where shards or corpus would replace a file of the input, or lie beside other splits."""
+        """Raise FormatError if shards or corpus would replace an input file, or be next to other splits."""
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
@@ -118,34 +122,34 @@ class PreprocessOptions:
             refuse_other_splits(self.prefix, self.output_shards)
 
     def column_specs(self, files: Sequence[InputFile]) -> dict[str, ColumnSpec]:
-        """The columns that shards have, by name; ``source`` names these files, without fingerprints."""
+        """Return the columns of the shards by name; ``source`` has these files, without fingerprints."""
         names = shortest_names([file.path for file in files])
         return self.encoding.column_specs([{"name": name} for name in names])
 
     @property
     def max_rows(self) -> int | None:
-        """How many usable rows are taken, from the first on; None for all."""
+        """The maximum number of usable rows to take, from the first on; None for all."""
         return None if self.packing.selection is None else self.packing.selection.max_rows
 
     @property
     def has_valid(self) -> bool:
-        """Whether there is a shard to validate with."""
+        """Whether there is a validation shard."""
         return self.packing.selection is not None and self.packing.selection.valid_fraction > 0
 
 
 def corpus_prefix(prefix: str) -> str:
-    """Prefix of the tokenised corpus that is kept beside a packed shard."""
+    """Return the prefix of the tokenised corpus that is kept next to a packed shard."""
     return prefix + ".unpacked"
 
 
 class Job(NamedTuple):
-    """One execution of ``preprocess``: its options, and what was made of them before the first row is read.
+    """One execution of ``preprocess``: its options, and everything prepared before the first row is read.
 
     Attributes:
         options: as given.
-        files: the files of the input.
-        encoder: turns their rows into sequences.
-        cutting: how the input is cut.
+        files: the input files.
+        encoder: converts their rows to sequences.
+        cutting: how to divide the input.
         log: takes lines for people.
     """
 
@@ -167,21 +171,21 @@ class Job(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the prefixes of its shards begin with. Tasks on other machines find it by its whole path."""
+        """The beginning of its shards' prefixes, as an absolute path, so that tasks on other machines find it."""
         return os.path.abspath(self.options.prefix) if self.options.engine == "ray" else self.options.prefix
 
     @property
     def packing(self) -> dict[str, Any]:
-        """How sequences become packs, as ``noted_differences`` takes it."""
+        """How sequences become packs, in the form for ``noted_differences``."""
         return {"packing": self.options.packing.by_name()}
 
     def check_outputs(self) -> None:
-        """FormatError where the job may not write a shard; one that it may find to be its own is not in its way."""
+        """Raise FormatError if the job may not write a shard. A shard that may be its own is no obstacle."""
         for prefix in self.outputs:
             self._check_output(prefix, lambda header: _shard_differences(header, self))
 
     def check_corpus(self) -> None:
-        """FormatError where the job may not write its corpus."""
+        """Raise FormatError if the job may not write its corpus."""
         if self.options.keep_corpus:
             self._check_output(self.corpus, lambda header: _shard_differences(header, self, packed=False))
 
@@ -194,24 +198,24 @@ class Job(NamedTuple):
             raise _other_shard_error(prefix, differs)
 
 
-# ---- what differs ----
+# ---- differences ----
 
 
 def noted_differences(noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """How options, in groups by name, differ from those that the header of a shard or ``build.json`` holds."""
+    """Return how options, in groups by name, differ from those in a shard's header or ``build.json``."""
     earlier = {group: noted.get(group) for group in wanted}
-    if "tokenizer" in wanted and "processor" in noted:  # an encoder without one does not name the group
+    if "tokenizer" in wanted and "processor" in noted:  # an encoder without a processor does not have the group
         earlier["processor"] = noted["processor"]
-    if isinstance(packing := earlier.get("packing"), Mapping):  # of which headers say more than its options
+    if isinstance(packing := earlier.get("packing"), Mapping):  # headers have more about it than its options
         earlier["packing"] = {name: packing.get(name) for name in wanted["packing"]}
     differs = list(differences(earlier, wanted))
-    # The fingerprint of a template covers options too: where one of these differs, it need not be named.
+    # The fingerprint of a template also covers options. If one of these differs, it need not be listed.
     others = [each for each in differs if not each.startswith("chat template ")]
     return others if any(each.startswith(_IN_TEMPLATE) for each in others) else differs
 
 
 def differences(earlier: Any, wanted: Any, name: str = "") -> Iterator[str]:
-    """``NAME was EARLIER, is WANTED`` for every value in nested objects that differs."""
+    """Yield ``NAME was EARLIER, is WANTED`` for every value in nested objects that differs."""
     if isinstance(earlier, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*earlier, *wanted}):
             inner = key if name in ("", "options", "sharding", "input") else f"{name} {key}"
@@ -221,7 +225,7 @@ def differences(earlier: Any, wanted: Any, name: str = "") -> Iterator[str]:
 
 
 def _content_differences(header: Header, job: Job) -> list[str]:
-    """How the content of the input, all of which is read, differs from what the header of a shard says of it."""
+    """Return how the content of the input, which is read completely, differs from a shard's header."""
     sources, stream = header.metadata.get("sources", {}), StreamHash()
     pieces = first_pieces(job.files, sources.get("pieces"))
     for content in job.encoder.content_of_pieces(pieces, sources.get("rows", 0)):
@@ -231,7 +235,7 @@ def _content_differences(header: Header, job: Job) -> list[str]:
 
 
 def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list[str]:
-    """How a shard, which is ``packed`` or a corpus, differs from that of the job; the input is not read."""
+    """Return how a shard (``packed`` or a corpus) differs from that of the job, without reading the input."""
     metadata = header.metadata
     if "recovered" in metadata:
         return ["it was recovered from an interrupted build, and may lack packs"]
@@ -255,33 +259,33 @@ def _other_shard_error(path: str, differs: Sequence[str]) -> FormatError:
     )
 
 
-# ---- what the job can go on with ----
+# ---- what the job can reuse ----
 
 
 def take_job(job: Job) -> tuple[Building, list[Header]]:
-    """Take the building folder of a job; the caller must end with ``finish``, ``discard`` or ``close``.
+    """Take the building folder of a job. The caller must end with ``finish``, ``discard`` or ``close``.
 
-    Shards that only had to be renamed when an earlier job was killed appear first. Parts of an earlier job stay, unless
-    they are of other options and ``overwrite`` is given.
+    Shards of a killed job that only need renames are published first. Parts of an earlier job stay, unless they have
+    other options and ``overwrite`` is given.
 
     Returns:
-        The folder, and the headers of all packed shards if this very job was finished before.
+        The folder, and the headers of all packed shards if this same job was finished before.
 
     Raises:
-        FormatError: another writer is at work, something is in the way and may not be replaced, or an interrupted job
-            had other options that decide over parts.
+        FormatError: another writer is active, existing files may not be replaced, or an interrupted job had other
+            options that determine the parts.
     """
     _refuse_parts_folder(job.prefix)
     finished = False
     building = Building.take(job.prefix)
     try:
-        # With --overwrite too: the command that was killed is most likely this one.
+        # With --overwrite, too: the killed command is most likely the same.
         while building.is_done and not (job.options.overwrite and lost_files(job.prefix)):
             building.finish()
             finished, building = True, Building.take(job.prefix)
         job.check_outputs()
         job.check_corpus()
-        # A job that is to replace its own shards makes them again, unless it was killed as it did.
+        # A job that replaces its own shards makes them again, unless it was killed while doing so.
         headers = find_finished(job, job.prefix) if finished or not job.options.overwrite else []
         if not headers and not job.options.overwrite:
             require_no_other_shard(job, job.prefix)
@@ -294,7 +298,7 @@ def take_job(job: Job) -> tuple[Building, list[Header]]:
 
 
 def _keep_parts(job: Job, building: Building) -> None:
-    """Begin the job in its folder, with those parts of an earlier job that may be of use."""
+    """Begin the job in its folder, with all parts of an earlier job that may be useful."""
     encoding, earlier = job.encoder.describe_parts(), building.content
     if earlier is not None and earlier.get("work") == _WORK:
         if building.num_parts() and (differs := noted_differences(earlier.get(_ENCODING, {}), encoding)):
@@ -314,7 +318,7 @@ def _keep_parts(job: Job, building: Building) -> None:
 
 
 def _refuse_parts_folder(prefix: str) -> None:
-    """FormatError if an earlier version of this package left parts next to the prefix."""
+    """Raise FormatError if an earlier version of this package left parts next to the prefix."""
     if os.path.isfile(f"{prefix}.parts/run.json"):
         raise FormatError(
             f"{prefix}.parts: unfinished work of an earlier version of this package; finish it with that version, or"
@@ -323,12 +327,12 @@ def _refuse_parts_folder(prefix: str) -> None:
 
 
 def find_finished(job: Job, prefix: str) -> list[Header]:
-    """The headers of all packed shards at a prefix, local or remote, if this very job made them; else none.
+    """Return the headers of all packed shards at a local or remote prefix if this same job made them; else none.
 
-    None either where a corpus is to be kept and is not there. The input is read, to compare it.
+    Also none if a corpus is to be kept and does not exist. The input is read for the comparison.
 
     Raises:
-        FormatError: the shards at the prefixes are others, and may not be replaced.
+        FormatError: the shards at the prefixes are different, and may not be replaced.
     """
     options = job.options
     outputs = output_prefixes(prefix, options.output_shards, valid=options.has_valid)
@@ -347,10 +351,10 @@ def find_finished(job: Job, prefix: str) -> list[Header]:
 
 
 def require_no_other_shard(job: Job, prefix: str) -> None:
-    """FormatError if another shard than the job would make is at a prefix, local or in a store.
+    """Raise FormatError if a local or remote prefix has another shard than the job would make.
 
-    One of this very job may be there, if it has several or was interrupted. If there is any, the input is read, to
-    compare it.
+    A shard of this same job may be there if it has several or was interrupted. In that case the input is read for the
+    comparison.
     """
     options = job.options
     outputs = output_prefixes(prefix, options.output_shards, valid=options.has_valid)
@@ -372,7 +376,7 @@ def require_no_other_shard(job: Job, prefix: str) -> None:
 
 
 def find_corpus(job: Job) -> Shard | None:
-    """The corpus of an earlier job, if this one would make the same; FormatError where its own may not go there."""
+    """Return the corpus of an earlier job if this job would make the same. FormatError: it cannot write its own."""
     if ShardPaths.of(job.corpus).missing():
         return None
     differs = ["it cannot be read"]

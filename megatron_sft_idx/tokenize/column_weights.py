@@ -1,4 +1,4 @@
-"""Loss masks multiplied by the values of a column (``--loss-weight-column``)."""
+"""Multiply loss masks by the values of a column (``--loss-weight-column``)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_sft_idx.layout.files import no_column
 
 
 class Weights(NamedTuple):
-    """What the masks of some sequences of a file are multiplied by.
+    """Weights for the masks of several sequences of a file.
 
     Attributes:
-        values: one for each of the sequences, or for each token of the file, of any numeric dtype.
-        of_sequences: whether there is one for each sequence.
-        shift: of values of tokens, mask value j is multiplied by value j + shift.
+        values: one per sequence, or one per token of the file, of any numeric dtype.
+        of_sequences: whether there is one per sequence.
+        shift: for values per token, mask value j is multiplied by value j + shift.
     """
 
     values: NDArray[Any]
@@ -30,37 +30,37 @@ class Weights(NamedTuple):
     def gather(
         self, starts: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]
     ) -> None:
-        """Write the weight of each mask value of sequences to ``out``; a value that has none there keeps what it is.
+        """Write the weight of each mask value of sequences to ``out``. Positions without a weight keep their value.
 
         Args:
-            starts: where each sequence begins among the tokens of the file.
-            lengths: of the sequences, in tokens.
-            places: where each begins in ``out``.
-            out: of the dtype of the values.
+            starts: start of each sequence among the tokens of the file.
+            lengths: lengths of the sequences, in tokens.
+            places: start of each sequence in ``out``.
+            out: array with the dtype of the values.
         """
         if self.of_sequences:
             values, firsts, counts = np.repeat(self.values, lengths), np.cumsum(lengths) - lengths, lengths
         else:
-            # None is for the last position, which predicts nothing.
+            # The last position has none, because it predicts nothing.
             values, firsts, counts = self.values, np.minimum(starts + self.shift, len(self.values)), lengths - 1
         # As bytes: values may be of any dtype.
         first, nbytes, place = (each * out.itemsize for each in (firsts, counts, places))
         _native.gather_sequences(values.view(np.uint8), first, nbytes, place, out.view(np.uint8))
 
     def are_set(self, first: int, last: int) -> NDArray[np.bool_]:
-        """Of values of tokens: whether the mask values ``[first, last)`` of the file have weights above 0."""
+        """For values per token: return whether the mask values ``[first, last)`` of the file have weights above 0."""
         known = self.values[first + self.shift : last + self.shift] != 0
         return np.append(known, np.ones(last - first - len(known), bool))
 
 
 def weighted(mask: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float32]:
-    """The products of mask values and weights, float32."""
+    """Return the products of mask values and weights, float32."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.multiply(mask.astype(np.float32), weights.astype(np.float32))
 
 
 def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] | None:
-    """The first value whose weight cannot be, and what is wrong with it; None where all can be."""
+    """Return the first value with an invalid weight, and the problem; None if all are valid."""
     with np.errstate(over="ignore", under="ignore"):
         bad = ~np.isfinite(weights.astype(np.float32)) | (weights < 0)
     if bad.any():
@@ -75,7 +75,7 @@ def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] |
 
 
 def require_weight_column(name: str, columns: Mapping[str, ColumnSpec], where: str) -> None:
-    """FormatError where there is no column of this name among those of ``where``, or it holds no weights."""
+    """Raise FormatError if ``where`` has no column of this name, or it does not hold weights."""
     if name not in columns:
         raise FormatError(f"{where}: {no_column(name, columns)}; --loss-weight-column {name} needs it")
     if (width := columns[name].width) != 1:

@@ -1,4 +1,4 @@
-"""Another shard as the source of sequences: a tokenised corpus, or packs, which are packed anew."""
+"""Use another shard as the source of sequences: a tokenised corpus, or packs to repack."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes
 from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
 
-# So much is checked between two lines of progress where there is no terminal.
+# Number of bytes to check between two lines of progress without a terminal.
 _CHECK_LOG_MIB = 1024
 
 
@@ -45,25 +45,25 @@ def pack_shard(
     lossy: bool = False,
     job: Building | None = None,
 ) -> PackReport:
-    """Pack the sequences of a shard into a new shard at ``prefix``, or into several.
+    """Pack the sequences of a shard into one or several new shards at ``prefix``.
 
-    Memory: some 40 bytes a sequence for the plan, and a few MiB for the tokens.
+    Memory: about 40 bytes per sequence for the plan, and a few MiB for the tokens.
 
     Args:
         source: a tokenised corpus, or packs.
-        prefix: of the new shard, or what the prefixes of several begin with.
-        options: which sequences are packed, and how.
-        shards: how many shards; their packs differ by one at most.
+        prefix: prefix of the new shard, or the beginning of the prefixes of several.
+        options: which sequences to pack, and how.
+        shards: number of shards; their numbers of packs differ by at most one.
         overwrite: replace shards at the prefixes.
-        log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
-        lossy: leave out columns with a row a pack; without it they are an error.
+        log_interval: number of sequences between two lines of progress without a terminal; 0 for none.
+        lossy: drop columns with one row per pack; otherwise they are an error.
         job: the building folder of the prefix, if the caller has taken it.
 
     Raises:
-        SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        CorruptShardError: the shard does not have its checksums; nothing is written.
-        FormatError: an option that cannot be, a condition or weights by a column that the shard does not have, no
-            sequence to pack, a column with a row a pack, or ``prefix`` is that of the source.
+        SequenceError: sequences are longer than the capacity, and must not be dropped, truncated or split.
+        CorruptShardError: the shard does not match its checksums; nothing is written.
+        FormatError: an option is invalid, a condition or weight uses a column that the shard does not have, there is no
+            sequence to pack, there is a column with one row per pack, or ``prefix`` is that of the source.
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
@@ -82,7 +82,7 @@ def pack_shard(
         require_checksums(source.files, columns, advance, source.media)
     # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
-    # An attached column may be replaced while the shard stays as it is.
+    # An attached column can be replaced without changing the shard.
     attached = sorted(columns.keys() - listed_columns(header.metadata).keys())
     checksums = {name: columns[name].header.checksum.hex() for name in attached}
     sequences = ToPack(
@@ -113,10 +113,10 @@ def pack_shard(
 
 
 def check_packing(source: Shard, options: PackOptions) -> set[str]:
-    """Names of the columns of a shard that options choose or weigh sequences by.
+    """Return the columns of a shard that the options use for selecting or weighting sequences.
 
     Raises:
-        FormatError: there is no such column, it does not hold such values, or masks were multiplied by it before.
+        FormatError: the column does not exist, has unsuitable values, or was already multiplied into the masks.
     """
     used, name = {test.column for test in conditions_of(source, options.where)}, options.loss_weight_column
     if name is None:
@@ -131,16 +131,16 @@ def check_packing(source: Shard, options: PackOptions) -> set[str]:
 
 
 class CorpusReader(SequenceReader):
-    """The sequences of a shard, whatever its packs are.
+    """The sequences of a shard, independent of its packs.
 
     Args:
         source: the shard.
-        lossy: leave out columns with a row a pack; without it they are an error.
+        lossy: drop columns with one row per pack; otherwise they are an error.
 
     Attributes:
-        lengths: tokens of each sequence, int64 [sequences].
-        columns: the columns with a row for each sequence or token, by name.
-        lost_columns: names of the columns that are left out.
+        lengths: number of tokens of each sequence, int64 [sequences].
+        columns: the columns with one row per sequence or token, by name.
+        lost_columns: names of the dropped columns.
     """
 
     mask_alignment: MaskAlignment = "label"
@@ -166,18 +166,18 @@ class CorpusReader(SequenceReader):
     def weigh_by(
         self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
     ) -> None:
-        """As ``SequenceReader.weigh_by``; columns with a row for each token or pack can be weights too."""
+        """See ``SequenceReader.weigh_by``. Columns with one row per token or pack can also be weights."""
         per_token = self._source.columns[column].spec.per == "token"
         super().weigh_by(column, sequences, lengths, per_token=per_token)
 
     def place_of(self, sequence: int) -> str:
-        """Pack and sequence in the shard."""
+        """Return pack and sequence in the shard."""
         offsets = self._source.files.sequence_offsets
         pack = int(np.searchsorted(offsets[:], sequence, "right")) - 1
         return f"{self._prefix}: pack {pack}, sequence {sequence - int(offsets[pack : pack + 1][0])}"
 
     def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
-        """As ``SequenceReader.media_of``."""
+        """See ``SequenceReader.media_of``."""
         return self._media and self._media.taken(sequences)
 
     @cached_property
@@ -188,11 +188,11 @@ class CorpusReader(SequenceReader):
         return media.of_sequences(0, self._source.sequence_offsets, self._source.files.starts[:].astype(np.int64))
 
     def read(self, run: PlannedRun) -> GatheredCuts:
-        """As ``SequenceReader.read``; columns in the order of their names in the shard."""
+        """See ``SequenceReader.read``. Columns are in the order of their names in the shard."""
         ids, mask, of_sequences, media = super().read(run)
         lengths = run.lengths.astype(np.int64)
         ends = np.cumsum(lengths)
-        # Behind a cut its last label is gone; at the end of a whole sequence it is 0 already (rule P6).
+        # After a cut, the last label is missing. At the end of a whole sequence it is already 0 (rule P6).
         mask[ends - 1] = 0
         columns = {}
         for name, column in self.columns.items():
@@ -222,7 +222,7 @@ class CorpusReader(SequenceReader):
         column = self._source.columns[self.weighted_by]
         values, spec = column.items_in_memory, column.spec
         if spec.per == "token":
-            # Value j of a mask of labels is about token j + 1, and so is row j of a column of labels.
+            # Value j of a label-aligned mask is about token j + 1, and so is row j of a label-aligned column.
             return Weights(values, of_sequences=False, shift=spec.alignment == "token")
         if spec.per == "pack":
             sequences = np.searchsorted(self._source.files.sequence_offsets[:], sequences, "right") - 1

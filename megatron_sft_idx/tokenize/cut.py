@@ -1,9 +1,10 @@
-"""The input is cut into stretches, one task each, and stretches into pieces of about a MiB.
+"""Divide the input into stretches, one per task, and stretches into pieces of about a MiB.
 
-The cut depends on the content of the input alone, not on the engine or the number of workers. Files of JSON lines are
-cut into byte ranges, and the task of a stretch reads its range. Ranges end where pieces end, so the pieces of all tasks
-are those of ``iter_pieces``; to find an end, only the bytes before it are read. All other files (compressed ones, JSON
-arrays, tables) are read by the process of the job, which deals the pieces to tasks; or each by a task of its own.
+The division depends only on the content of the input, not on the engine or the number of workers. Files of JSON lines
+are divided into byte ranges, and the task of a stretch reads its range. Ranges end at the ends of pieces, so the pieces
+of all tasks are those of ``iter_pieces``. To find an end, only the bytes before it are read. All other files
+(compressed ones, JSON arrays, tables) are read by the process of the job, which distributes the pieces to tasks, or
+each by one task.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, name_in_errors, open_regular
 from megatron_sft_idx.storage.remote import open_store
 
-# Bytes of decompressed data in a piece. The fingerprint of the input, which headers hold, depends on it.
+# Number of bytes of decompressed data in a piece. The input fingerprint in headers depends on it.
 PIECE_NBYTES = 1 << 20
-# Bytes that are searched at a time for the end of a line; most rows are shorter.
+# Number of bytes to search at a time for the end of a line; most rows are shorter.
 _TAIL_NBYTES = 1 << 14
 _READ_NBYTES = 1 << 20
-# Of an object in a bucket, where each request takes 10 to 100 ms: bytes of one, and ends of pieces searched by one.
+# For an object in a bucket, where each request takes 10 to 100 ms: request size, and piece ends searched per request.
 _FETCH_NBYTES = 8 << 20
 _ENDS_PER_REQUEST = 16
 
@@ -43,11 +44,11 @@ _ReadAt = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How finely the input is cut.
+    """Sizes for dividing the input.
 
     Attributes:
-        piece_nbytes: bytes of decompressed data in a piece.
-        pieces: pieces in a stretch, and so in a part.
+        piece_nbytes: number of bytes of decompressed data in a piece.
+        pieces: number of pieces in a stretch, and therefore in a part.
     """
 
     piece_nbytes: int
@@ -55,23 +56,23 @@ class Cutting:
 
     @classmethod
     def of(cls, files: Sequence[InputFile]) -> Cutting:
-        """Cutting into hundreds of parts, so that workers end at about the same time; large inputs into thousands."""
+        """Choose hundreds of parts, so that workers finish at about the same time; thousands for large inputs."""
         pieces = total_bytes(files) // PIECE_NBYTES
         return cls(PIECE_NBYTES, min(max(min(pieces // 256, 4), pieces // 4096, 1), 128))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The input of one task: a range of a file, some pieces of one, or a whole file; picklable.
+    """The input of one task: a range of a file, some of its pieces, or a whole file; picklable.
 
     Attributes:
-        file: the file, its path absolute.
-        name: the file's path as messages name it.
-        number: of the file in the input.
+        file: the file, with its absolute path.
+        name: the file's path in messages.
+        number: number of the file in the input.
         part: number, in the file, of the stretch's first part.
-        offset: where the range begins, in bytes.
-        nbytes: bytes of the range; None where the stretch is no range.
-        dealt: the pieces themselves; empty where the stretch is a range or a whole file.
+        offset: start of the range in bytes.
+        nbytes: size of the range in bytes; None if the stretch is not a range.
+        dealt: the pieces themselves; empty if the stretch is a range or a whole file.
     """
 
     file: InputFile
@@ -83,7 +84,10 @@ class Stretch:
     dealt: tuple[Piece, ...] = ()
 
     def before(self, lines: int) -> int:
-        """By how much numbers of rows are less than in the file, of which ``lines`` come first: see ``read_pieces``."""
+        """Return the difference between row numbers here and in the file, after ``lines`` lines.
+
+        See ``read_pieces``.
+        """
         return lines if self.nbytes is not None else 0
 
     def __str__(self) -> str:
@@ -93,13 +97,14 @@ class Stretch:
 
 
 def cut_input(files: Sequence[InputFile], cutting: Cutting, *, readers: int = 0) -> Iterator[Stretch]:
-    """The stretches of all files, in order. A stretch makes one part; one that is a whole file makes several.
+    """Yield the stretches of all files, in order. A stretch makes one part; a whole file makes several.
 
     Args:
         files: the input.
-        cutting: how finely they are cut.
-        readers: how many tasks could read at once. Where at least so many files are remote or have no ranges, each of
-            them is a stretch, instead of being read by this process; 0 for never. Parts are the same in both cases.
+        cutting: sizes for dividing them.
+        readers: number of tasks that could read in parallel. If at least this many files are remote or cannot be read
+            in ranges, each of them is a stretch, instead of being read by this process; 0 for never. The parts are the
+            same in both cases.
     """
     may_be_whole = [is_remote(file.path) or not _has_ranges(file) for file in files]
     are_whole = 0 < readers <= sum(may_be_whole)
@@ -131,7 +136,7 @@ def _has_ranges(file: InputFile) -> bool:
 
 
 def _piece_end(read_at: _ReadAt, start: int, size: int, piece_nbytes: int) -> int:
-    """Where the piece from ``start`` on ends: behind the last line within its bytes, or behind its first line."""
+    """Return the end of the piece that starts at ``start``: after the last line within its bytes, or its first line."""
     if size - start <= piece_nbytes:
         return size
     stop = start + piece_nbytes + 1
@@ -153,7 +158,7 @@ def _piece_end(read_at: _ReadAt, start: int, size: int, piece_nbytes: int) -> in
 
 
 class _Ends:
-    """Reads the bytes before the ends of a file's pieces; of an object, before many ends by one request."""
+    """Reads the bytes before the ends of a file's pieces; for an object, before many ends in one request."""
 
     def __init__(self, file: InputFile, piece_nbytes: int) -> None:
         self._file, self._piece_nbytes = file, piece_nbytes
@@ -176,7 +181,8 @@ class _Ends:
             for begin, block in self._blocks:
                 if begin <= offset and offset + nbytes <= begin + len(block):
                     return block[offset - begin : offset - begin + nbytes]
-            # This range, and where the next pieces should end: each is shorter than its full size by part of a line.
+            # This range, and the expected ends of the next pieces: each is shorter than its full size by part of a
+            # line.
             ranges = [(offset, nbytes)]
             for ahead in range(1, _ENDS_PER_REQUEST):
                 stop = offset + nbytes + ahead * self._piece_nbytes
@@ -189,10 +195,10 @@ class _Ends:
 
 
 def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
-    """The pieces of a stretch. Rows of a range are numbered from 1 on, those of other stretches as in the file.
+    """Yield the pieces of a stretch. Rows of a range are numbered from 1, those of other stretches as in the file.
 
     Raises:
-        FormatError: as of ``iter_pieces``; or the file is shorter than it was when the job began.
+        FormatError: see ``iter_pieces``; or the file is shorter than at the beginning of the job.
     """
     if stretch.dealt:
         yield from stretch.dealt
@@ -207,7 +213,7 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
 
 
 def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
-    """The blocks of a range, and how many bytes of it each ends behind."""
+    """Yield the blocks of a range, each with the number of bytes up to its end."""
     assert stretch.nbytes is not None
     file, num_read = stretch.file, 0
     remote = is_remote(file.path)
@@ -230,5 +236,5 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
 
 
 def first_pieces(files: Sequence[InputFile], count: int | None) -> Iterator[Piece]:
-    """The first ``count`` pieces of all files in order, as a job reads them; None for all."""
+    """Yield the first ``count`` pieces of all files in order, as a job reads them; None for all."""
     return islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), count)

@@ -1,4 +1,4 @@
-"""``preprocess --dry-run``: what a job would make, from the first rows of every file of the input or from all rows."""
+"""``preprocess --dry-run``: preview a job's result from the first rows of every input file or from all rows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megatron_sft_idx.tokenize.report import CorpusReport
 from megatron_sft_idx.tokenize.row_files import look_at_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
-# Bytes of first rows, of all files together and at most of one: about a second of tokenising.
+# Bytes of first rows, in total and maximum per file: about a second of tokenization.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
-# Bad rows that are shown.
+# Number of bad rows to show.
 _MAX_SHOWN = 20
 
-# Beside columns, by a name that none has: the least and the largest value of the mask of each sequence that are not 0.
+# Stored like a column, under an impossible name: the smallest and largest nonzero mask value of each sequence.
 _EXTREMES = "extremes of the mask"
 
 
@@ -47,7 +47,7 @@ class FirstSequence(NamedTuple):
     Attributes:
         ids: its ids, [length].
         loss_mask: its label-aligned mask, [length].
-        media: where its images and recordings stand.
+        media: positions of its images and recordings.
     """
 
     ids: NDArray[Any]
@@ -56,16 +56,15 @@ class FirstSequence(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """What the rows of a stretch become.
+    """The result for the rows of a stretch.
 
     Attributes:
         stretch: without its pieces, unless a number of rows is taken.
-        part: what would be the part of these rows; it is not written.
-        trained_tokens: how many of the tokens are trained on.
-        first: the first sequence; None where there is none.
-        columns: values of the columns that are asked for, by name; rows in ``source`` are counted from the first of the
-            stretch.
-        media: where images and audio stand in the sequences, without their files; None where none are read.
+        part: the part that these rows would make; it is not written.
+        trained_tokens: number of trained tokens.
+        first: the first sequence; None if there is none.
+        columns: values of the requested columns, by name; rows in ``source`` are counted from the first of the stretch.
+        media: positions of images and audio in the sequences, without their files; None if none are read.
     """
 
     stretch: Stretch
@@ -79,18 +78,18 @@ class _Looked(NamedTuple):
 def preview(
     options: PreprocessOptions, *, full: bool = False
 ) -> tuple[list[str], FirstSequence | None, Callable[[Sequence[int]], str]]:
-    """Encode the first rows of every file, and say what would stop the job; writes nothing.
+    """Encode the first rows of every file, and report what would stop the job. Writes nothing.
 
     Args:
-        options: of the job.
-        full: encode all rows, on this machine, which finds every bad row, and select rows and plan packs as the job.
+        options: options of the job.
+        full: encode all rows, on this machine; this finds every bad row, and selects rows and plans packs like the job.
 
     Returns:
-        What the rows become, in lines for people; the first sequence, None where there is none; and the function that
-        decodes its ids.
+        A description of the result in lines for people; the first sequence, or None; and the function that decodes its
+        ids.
 
     Raises:
-        SFTIndexError: an input or an option that cannot be used.
+        SFTIndexError: an input or an option is unusable.
     """
     files, options = options.expanded()
     look_at_rows(files, options.encoding.rows, options.max_rows)
@@ -148,7 +147,7 @@ def preview(
 
 
 def _needed(options: PreprocessOptions, encoding: EncodingOptions) -> set[str]:
-    """Names of the columns that tell which sequences are packed, and whether masks can be weighted."""
+    """Return the columns needed to select sequences and to check weights of masks."""
     needed = {Condition.parse(text).column for text in options.packing.where}
     if encoding.content:
         needed.add("content")
@@ -158,7 +157,7 @@ def _needed(options: PreprocessOptions, encoding: EncodingOptions) -> set[str]:
 
 
 def _in_the_way(job: Job) -> Iterator[str]:
-    """Why the job could not write at its prefix."""
+    """Yield reasons why the job could not write at its prefix."""
     options = job.options
     if not options.prefix:
         return
@@ -185,7 +184,7 @@ def _end_to_end(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
 def _file_lines(
     which: str, file: InputFile, report: CorpusReport, lengths: NDArray[np.int64], trained_tokens: int
 ) -> Iterator[str]:
-    """What ``which`` rows of a file become, in lines for people."""
+    """Yield lines for people about the result of ``which`` rows of a file."""
     bad = f" ({report.skipped:,} cannot be used)" if report.skipped else ""
     yield f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes"
     yield (
@@ -197,7 +196,7 @@ def _file_lines(
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
-    """A stretch of each file, of one piece with its first rows."""
+    """Yield a stretch of each file, with one piece of its first rows."""
     nbytes = min(_SAMPLE_NBYTES // len(files), _MAX_FILE_NBYTES)
     for number, file in enumerate(files):
         if dealt := tuple(islice(iter_pieces([file], piece_nbytes=max(nbytes, 1)), 1)):
@@ -205,7 +204,7 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
 
 
 def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], stretch: Stretch) -> _Looked:
-    """The task that encodes a stretch, up to so many usable rows; it keeps the tokens of the first sequence alone."""
+    """The task that encodes a stretch, up to a number of usable rows. Keeps only the tokens of the first sequence."""
     encoding, cutting, max_rows, names = shared
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
@@ -219,7 +218,7 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
             encoded.columns["source"][:, 0] = stretch.number
         for name, values in columns.items():
             values.append(_extremes(encoded) if name == _EXTREMES else encoded.columns[name])
-        # As labels: nothing predicts a first token.
+        # As labels, because nothing predicts a first token.
         labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
         labels[np.cumsum(encoded.lengths) - 1] = 0
         trained_tokens += int(np.count_nonzero(labels))
@@ -239,15 +238,15 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
 
 
 def _places_of(encoded: EncodedPiece) -> RunMedia:
-    """Where images and audio stand in the sequences of a piece, without their files."""
+    """Return the positions of images and audio in the sequences of a piece, without their files."""
     counts, items = items_of(encoded.media)
     return RunMedia(counts, items._replace(blobs=np.zeros_like(items.blobs)), BlobsInMemory())
 
 
 def _extremes(encoded: EncodedPiece) -> NDArray[np.float32]:
-    """The least and the largest value of the mask of each sequence that are not 0, or 0: float32 [sequences, 2].
+    """Return the smallest and largest nonzero mask value of each sequence, or 0: float32 [sequences, 2].
 
-    A weight goes with a mask if it goes with these two.
+    A weight is valid for a mask if it is valid for these two.
     """
     if not len(encoded.lengths):
         return np.empty((0, 2), np.float32)
@@ -258,15 +257,15 @@ def _extremes(encoded: EncodedPiece) -> NDArray[np.float32]:
 
 
 class _Sequences(NamedTuple):
-    """All sequences that were encoded, in the order of the input.
+    """All encoded sequences, in the order of the input.
 
     Attributes:
-        files: of the input.
-        numbers: of the file of each sequence, int64 [sequences].
-        lengths: tokens of each, int64 [sequences].
-        columns: values of the columns that are needed, by name.
-        kept: which of them all conditions hold for, bool [sequences]; None without conditions.
-        media: where images and audio stand in them; None where none are read.
+        files: files of the input.
+        numbers: number of each sequence's file, int64 [sequences].
+        lengths: number of tokens of each, int64 [sequences].
+        columns: values of the needed columns, by name.
+        kept: the sequences for which all conditions hold, bool [sequences]; None without conditions.
+        media: positions of their images and audio; None if none are read.
     """
 
     files: Sequence[InputFile]
@@ -285,7 +284,7 @@ class _Sequences(NamedTuple):
         parts: Mapping[str, Sequence[NDArray[Any]]],
         media: Sequence[RunMedia],
     ) -> _Sequences:
-        """The sequences of these files, with their lengths by file and the parts of columns and of media."""
+        """Combine the sequences of these files, with their lengths by file and the parts of columns and of media."""
         numbers, every = np.repeat(np.arange(len(files)), [*map(len, lengths)]), _end_to_end(lengths)
         columns = {name: np.concatenate(some) for name, some in parts.items() if some}
         kept = None
@@ -298,11 +297,11 @@ class _Sequences(NamedTuple):
         return cls(files, numbers, every, columns, kept, RunMedia.joined(media) if media else None)
 
     def of_conditions(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of these sequences that all conditions hold for."""
+        """Return the sequences among these for which all conditions hold."""
         return chosen if self.kept is None else chosen[self.kept[chosen]]
 
     def require_weights(self, column: str, chosen: NDArray[np.int64]) -> None:
-        """As ``SequenceReader.weigh_by``: FormatError where the mask of a sequence cannot be multiplied by a column."""
+        """See ``SequenceReader.weigh_by``: FormatError if the mask of a sequence cannot be multiplied by a column."""
         masks, weights = self.columns[_EXTREMES][chosen], self.columns[column][chosen]
         if (wrong := wrong_weight(masks.reshape(-1), np.repeat(weights, 2))) is None:
             return
@@ -316,7 +315,7 @@ class _Sequences(NamedTuple):
 
 
 def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequences, *, full: bool) -> Iterator[str]:
-    """In lines for people: the packs, where all rows were encoded, and the reasons why the job would stop."""
+    """Yield lines for people: the packs, if all rows were encoded, and the reasons why the job would stop."""
     reasons: list[str] = []
     if (kept := sequences.kept) is not None:
         yield f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where"
@@ -340,9 +339,9 @@ def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequenc
 
 
 def _first_reasons(packing: PackOptions, sequences: _Sequences) -> Iterator[str]:
-    """Why a job would stop at the first rows."""
+    """Yield reasons why a job would stop at the first rows."""
     chosen = sequences.of_conditions(np.arange(len(sequences.lengths)))
-    # Of rows that are selected, it is not known which those are.
+    # If rows are selected, it is unknown which ones.
     selects = packing.selection is not None and packing.selection.of_rows
     if packing.loss_weight_column is not None and len(chosen) and not selects:
         try:
@@ -358,7 +357,7 @@ def _first_reasons(packing: PackOptions, sequences: _Sequences) -> Iterator[str]
 
 
 def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[str]) -> Iterator[str]:
-    """The packs of all rows, in lines for people, as ``make_packs`` plans them; what would stop it goes to ``reasons``.
+    """Yield lines about the packs of all rows, planned like ``make_packs``. Reasons to stop are added to ``reasons``.
 
     Raises:
         FormatError: no row is selected.
@@ -384,7 +383,7 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
         except SFTIndexError as error:
             reasons.append(str(error))
             continue
-        # What trains nothing is not known here.
+        # Sequences without trained tokens are unknown here.
         if packing.selection is None or not packing.selection.drop_untrained:
             plan = packed.plan
             yield f"{label:<15} {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"

@@ -1,4 +1,4 @@
-"""Rows become sequences of token ids with masks and columns, a piece of input at a time."""
+"""Convert rows to sequences of token ids with masks and columns, one piece of input at a time."""
 
 from __future__ import annotations
 
@@ -48,37 +48,37 @@ from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
 _TEXT_TEMPLATE = "{{ messages[0].content }}"
-# The version of the way from rows to tokens and masks. It must be raised when the same row gives others, so that parts
-# which were made before are not used.
+# The version of the conversion from rows to tokens and masks. It must be raised if the same row gives other results, so
+# that older parts are not reused.
 ENCODING_VERSION = 1
-# Options that do not decide what a part holds: a part with a bad row is made only if these are skipped, and weights
+# Options that do not determine a part's content: a part with a bad row is made only if these are skipped, and weights
 # are those of one file.
 _NOT_IN_PARTS = ("on_bad_row", "loss_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingOptions:
-    """How rows become sequences; picklable, the same in every worker.
+    """Options for converting rows to sequences; picklable, the same in every worker.
 
     Attributes:
         tokenizer: folder or vocabulary file of the tokenizer.
-        tokenizer_backend: ``tokenizers`` leaves gigatoken out.
+        tokenizer_backend: ``tokenizers`` does not use gigatoken.
         chat_template: template text that replaces the tokenizer's own.
-        template_name: what errors call the template, such as its file.
+        template_name: name of the template in errors, such as its file.
         template_kwargs: extra variables for the template.
         masks: which tokens are trained on.
         rows: how input rows are read.
-        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained where the sequence ends in a
-            trained answer, unless it ends with that id already.
-        span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
+        append_eod: end every sequence with the tokenizer's end-of-sequence id, unless it already ends with that id. It
+            is trained if the sequence ends in a trained answer.
+        span_by_span: tokenise each trained span separately, so that no token straddles its edge.
         straddling: whether a token that begins before its span and ends in it is trained on.
-        on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
+        on_bad_row: ``error`` stops at the first unusable row, ``skip`` counts and lists it.
         source: make the column ``source``.
-        loss_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
+        loss_weights: by the number of the input file, the factor for its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
-        keep_fields: dtypes of the fields of rows that become columns, by name, as of ``read_keep_fields``.
-        processor: folder of the processor that expands images and audio; None where rows are text alone.
-        media: what is read of images and audio.
+        keep_fields: dtypes of the row fields that become columns, by name, from ``read_keep_fields``.
+        processor: folder of the processor that expands images and audio; None for rows of text only.
+        media: limits and sources for images and audio.
     """
 
     tokenizer: str
@@ -101,11 +101,11 @@ class EncodingOptions:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that shards have; not ``content``, which only parts have."""
+        """Names of the shards' columns, without ``content``, which only parts have."""
         return [*self.column_specs([])]
 
     def column_specs(self, files: Sequence[Mapping[str, str]]) -> dict[str, ColumnSpec]:
-        """The columns that shards have, by name; ``files`` are those that ``source`` names, a dict each."""
+        """Return the shards' columns by name; ``files`` are the files of ``source``, one dict each."""
         specs: dict[str, ColumnSpec] = {}
         if self.source:
             specs["source"] = ColumnSpec("sequence", np.uint32, 2, metadata={"files": [*files]})
@@ -118,24 +118,24 @@ class EncodingOptions:
 
 @dataclass(slots=True)
 class EncodedPiece:
-    """The sequences of one piece of input, end to end.
+    """The sequences of one piece of input, concatenated.
 
     Attributes:
         input_ids: uint16 or int32 [tokens].
         loss_mask: token-aligned, uint8 [tokens], or float32 where a weight is neither 0 nor 1.
-        lengths: of the sequences, int64 [sequences].
-        rows: rows read, bad ones included.
-        num_bytes: bytes of the input file that hold the piece, for progress.
-        bad_rows: errors of the rows that could not be used, in order; with ``on_bad_row="error"`` only the first.
+        lengths: lengths of the sequences, int64 [sequences].
+        rows: number of rows read, including bad ones.
+        num_bytes: number of bytes of the input file that contain the piece, for progress.
+        bad_rows: errors of the unusable rows, in order; with ``on_bad_row="error"`` only the first.
         notes: counts by name.
-        straddling: text of a token that is trained on and begins in a header; "" where there is none.
-        undecided: number of the row, like those of bad rows, at which encoding stopped because a system message comes
-            after an answer in it and the options do not say what that means; 0 where there is none.
+        straddling: text of a trained token that begins in a header; "" if there is none.
+        undecided: number of the row (counted like bad rows) at which encoding stopped because a system message comes
+            after an answer and the options do not define its meaning; 0 if there is none.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
-            2]: 0, and the number of the row (of JSON lines, the line), counted from the first of the piece. ``label``
-            is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``),
-            and the number of the sequence in the row. Fields that are kept have their names and dtypes.
-        media: images and recordings of each sequence, where a processor expands them.
+            2]: 0, and the number of the row (for JSON lines, the line), counted from the first of the piece. ``label``
+            is uint8, for KTO rows. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``), and the
+            number of the sequence in the row. Kept fields have their names and dtypes.
+        media: images and recordings of each sequence, if a processor expands them.
     """
 
     input_ids: NDArray[Any]
@@ -152,27 +152,27 @@ class EncodedPiece:
 
 
 def items_of(media: Sequence[Sequence[EncodedItem]]) -> tuple[NDArray[np.int64], Items]:
-    """How many images and recordings each sequence has, int64 [sequences], and all of them, in order."""
+    """Return the number of images and recordings of each sequence, int64 [sequences], and all of them, in order."""
     rows = [(item.start, item.length, KINDS[item.kind], item.blob) for of_sequence in media for item in of_sequence]
     starts, lengths, kinds, blobs = np.array(rows, np.uint32).reshape(-1, 4).T
     return np.array([*map(len, media)], np.int64), Items(starts, lengths, kinds.astype(np.uint8), blobs)
 
 
 class _Row(NamedTuple):
-    """A row on its way.
+    """A row during processing.
 
     Attributes:
         position: number of the row in its file.
-        label: of KTO, else None.
-        content: hash of its content, where the column ``content`` is made.
-        conversations: its one conversation, several, or the two of a pair; none in a row that came tokenised.
+        label: KTO label, or None.
+        content: hash of its content, if the column ``content`` is made.
+        conversations: its conversation, or several, or the two of a pair; empty for a tokenised row.
         template: the template that renders them.
-        tokenized: the row that came tokenised, else None.
-        rendered: its rendered texts: one, one for each turn or conversation, or the two of a pair.
-        notes: counts for the summary by name, of how the row was read.
+        tokenized: the row if it was already tokenised, else None.
+        rendered: its rendered texts: one, one per turn or conversation, or the two of a pair.
+        notes: counts for the summary, by name, about reading the row.
         kept: values of the fields that become columns, in the order of ``EncodingOptions.keep_fields``.
-        media: of each conversation, its images and recordings.
-        items: of each rendered text, where these stand in it.
+        media: images and recordings of each conversation.
+        items: their positions in each rendered text.
     """
 
     position: int
@@ -189,11 +189,11 @@ class _Row(NamedTuple):
 
 
 def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None]:
-    """What a row makes sequences of: conversations, ids or a text; and its label of KTO.
+    """Return the sources of a row's sequences (conversations, ids or a text), and its KTO label.
 
     Raises:
-        UndecidedError: a system message comes after an answer, and the options do not say what that means.
-        RowError: the row cannot be used.
+        UndecidedError: a system message comes after an answer, and the options do not define its meaning.
+        RowError: the row is unusable.
     """
     if options.kind in ("preference", "kto"):
         return read_judged(data, options)
@@ -204,18 +204,18 @@ def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | To
 
 
 class RowEncoder:
-    """Turns pieces of input into token ids with their masks.
+    """Converts pieces of input to token ids with masks.
 
     Attributes:
         options: as given, with the template that mistral-common makes for the tokenizer, which takes seconds.
-        digest: hash of all that decides which tokens and masks a row becomes, but for the weight of its file.
+        digest: hash of everything that determines the tokens and masks of a row, except for the weight of its file.
 
     Raises:
-        FormatError: the tokenizer or the template cannot be used.
+        FormatError: the tokenizer or the template is unusable.
     """
 
     def __init__(self, options: EncodingOptions) -> None:
-        # One thread a process: workers share the cores, and the library's threads do not survive a fork.
+        # One thread per process: workers share the cores, and the library's threads do not survive a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, backend=options.tokenizer_backend)
         if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
@@ -239,14 +239,14 @@ class RowEncoder:
         if options.chat_template is not None:
             named = {"default": options.chat_template}
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
-        # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
+        # Some tokenizers have a separate template for rows with tools; handled as in transformers.
         self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
-        # A text is all that its rendering holds, so that it is trained on, and spells control tokens, as chats do.
+        # A text is its own rendering, so that it is trained on, and spells control tokens, like chats.
         self.text_template = self._template(_TEXT_TEMPLATE) if options.rows.train_on == "all" else None
         described = {**self.describe_parts(), "token_dtype": self.token_dtype.name, "version": ENCODING_VERSION}
         try:
             self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
-        except TypeError as error:  # all else in it is ours
+        except TypeError as error:  # all other arguments are ours
             raise FormatError(f"chat_template_kwargs: not what JSON can hold: {error}") from None
 
     def _template(self, source: str | None) -> ChatTemplate | None:
@@ -263,17 +263,17 @@ class RowEncoder:
         )
 
     def describe_parts(self) -> dict[str, Any]:
-        """Of ``describe``, all that decides what a part of tokenization holds, for any file."""
+        """Return the entries of ``describe`` that determine the content of a part, for any file."""
         described = self.describe()
         options = {name: value for name, value in described["options"].items() if name not in _NOT_IN_PARTS}
         return described | {"options": options}
 
     def weight_of(self, file: int) -> float:
-        """What the loss of the rows of a file, by its number, is multiplied by."""
+        """Return the loss weight of the rows of a file, by its number."""
         return self.options.loss_weights[file] if self.options.loss_weights else 1.0
 
     def describe(self) -> dict[str, Any]:
-        """All that decides which tokens and masks a row becomes, for the shard's header."""
+        """Return everything that determines the tokens and masks of a row, for the shard's header."""
         options, rows = self.options, self.options.rows
         if_set = {
             "ignore_fields": [*rows.ignore_fields],
@@ -315,8 +315,8 @@ class RowEncoder:
         Args:
             piece: the rows.
             file: the number of its file.
-            max_rows: how many usable rows are taken; None for all. Rows behind them are not read.
-            media: reads images and audio (``media_of``); None where their files need not be kept.
+            max_rows: maximum number of usable rows; None for all. Rows after them are not read.
+            media: reads images and audio (``media_of``); None if their files need not be kept.
 
         Raises:
             DifferentIdsError: gigatoken and tokenizers give different ids for a row.
@@ -343,7 +343,7 @@ class RowEncoder:
         for row, _ in made:
             if row.notes:
                 done.notes.update(row.notes)
-        # Columns have a row for each of a row's sequences.
+        # Columns have one row for each sequence of a row.
         each = np.array([len(of_row) for _, of_row in made], np.int64)
         if options.source:
             positions = np.array([row.position for row, _ in made], np.int64)
@@ -360,13 +360,13 @@ class RowEncoder:
         return done
 
     def media_of(self, path: str, blobs: CollectedBlobs | None = None) -> PieceMedia:
-        """What reads images and audio of a piece of the file with this path; ``blobs`` takes their files."""
+        """Return the reader of images and audio for a piece of the file at ``path``; ``blobs`` collects their files."""
         return PieceMedia(path, self.options.media, CollectedBlobs() if blobs is None else blobs, self._sizes)
 
     def content_of_pieces(self, pieces: Iterable[Piece], num_rows: int, path: str | None = None) -> Iterator[str]:
-        """What ``PartInfo.content`` has of each piece once so many rows of all of them were encoded.
+        """Yield the entry of each piece in ``PartInfo.content`` after this many rows of all of them were encoded.
 
-        ``path`` is where their file lies; None for that of each piece.
+        ``path`` is the location of their file; None for that of each piece.
         """
         for piece in pieces:
             media = self.media_of(path or piece.path)
@@ -379,9 +379,9 @@ class RowEncoder:
     def _read_batch(
         self, batch: Sequence[InputRow], media: PieceMedia
     ) -> tuple[list[tuple[int, _Row | ValueError]], int]:
-        """The rows with their positions, and in place of bad rows the errors; up to the first one that is undecided.
+        """Return the rows with their positions, with errors in place of bad rows, up to the first undecided one.
 
-        The second value is the position of that row, which is not among the rows; 0 where there is none.
+        The second value is the position of that row, which is not among the rows; 0 if there is none.
         """
         read: list[tuple[int, _Row | ValueError]] = []
         for row in batch:
@@ -396,12 +396,12 @@ class RowEncoder:
     def _sources(
         self, row: InputRow
     ) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None, Sequence[int | float]]:
-        """What a row makes sequences of, its label of KTO, and its values of fields that are kept."""
+        """Return the sources of a row's sequences, its KTO label, and its values of kept fields."""
         if isinstance(row.data, SequenceError):
             raise row.data
         data = row.data
         if self._kept_flags and isinstance(data, dict):
-            # A field that is kept is read, also where its name speaks of what is trained on.
+            # A kept field is read, even if its name refers to training.
             data = {name: value for name, value in data.items() if name not in self._kept_flags}
         return *read_row(data, self.options.rows), values_of(row.data, self.options.keep_fields)
 
@@ -433,7 +433,7 @@ class RowEncoder:
         return _Row(position, label, content, conversations, template, notes=notes, kept=kept, media=media)
 
     def _expanded(self, row: _Row, outcomes: Sequence[Sequence[Rendered]]) -> _Row:
-        """A row with its rendered texts, in which placeholders are expanded. RowError: they do not fit its media."""
+        """Expand the placeholders in the rendered texts of a row. RowError: they do not match its media."""
         texts = [each for outcome in outcomes for each in outcome]
         if self.processor is None or not (any(row.media) or any(map(self.processor.is_in, texts))):
             return row._replace(rendered=texts)
@@ -455,9 +455,9 @@ class RowEncoder:
     def _rendered(
         self, piece: Piece, read: Sequence[tuple[int, _Row | ValueError]], bad_rows: list[SequenceError]
     ) -> list[_Row]:
-        """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.
+        """Render the good rows of a batch. Bad ones are added to ``bad_rows``; the first of them may be the end.
 
-        Every row takes a step before the next step begins, whose code then stays in the processor's caches.
+        All rows do one step before the next step begins, because the code of a step then stays in the CPU caches.
         """
         conversations: dict[ChatTemplate, list[Conversation]] = {}
         for _, row in read:
@@ -470,7 +470,7 @@ class RowEncoder:
                 if isinstance(one, ValueError):
                     raise one
                 outcomes: list[Sequence[Rendered]] = []
-                # All of a row are taken, and only then looked at: a bad one spoils the row.
+                # All texts of a row are processed first, because one bad text makes the row bad.
                 for outcome in [next(texts[one.template]) for _ in one.conversations if one.template]:
                     if isinstance(outcome, ValueError):
                         raise outcome
@@ -491,7 +491,7 @@ class RowEncoder:
     def _encode_batch(
         self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
     ) -> Iterator[tuple[_Row, list[Encoded]]]:
-        """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
+        """Yield the sequences of each row. All rows of a template are tokenised in one call; bad ones are collected."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for row in batch:
             if row.template is not None:
@@ -508,7 +508,7 @@ class RowEncoder:
                     assert row.tokenized is not None
                     made = _split(self.tokenizer.from_token_row(row.tokenized), row.tokenized.bounds)
                 else:
-                    # All turns of a row are taken, and only then looked at: a bad one spoils the row.
+                    # All turns of a row are processed first, because one bad turn makes the row bad.
                     made = []
                     for outcome in [next(encoded[row.template]) for _ in row.rendered]:
                         if isinstance(outcome, SequenceError):
@@ -523,11 +523,11 @@ class RowEncoder:
                 continue
             if self.options.append_eod:
                 made = [append_eod(sequence, self.tokenizer) for sequence in made]
-            # What columns need is kept; the texts of a whole piece are not.
+            # Data for columns is kept; the texts of a whole piece are not.
             yield row._replace(conversations=(), tokenized=None, rendered=(), media=(), items=()), made
 
     def _with_items(self, row: _Row, made: list[Encoded]) -> list[Encoded]:
-        """The sequences of a row with their images and recordings, whose tokens are not trained on."""
+        """Return the sequences of a row with their images and recordings, whose tokens are not trained on."""
         out = []
         for rendered, items, sequence in zip(row.rendered, row.items, made, strict=True):
             if not items:
@@ -549,7 +549,7 @@ class RowEncoder:
         return out
 
     def _tokenise(self, rendered: Sequence[Rendered]) -> list[Encoded | SequenceError]:
-        """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
+        """Tokenise all rows in one call; if a row fails, one by one, so that the others succeed."""
         encode = partial(
             self.tokenizer.encode,
             span_by_span=self.options.span_by_span,
@@ -591,14 +591,14 @@ class RowEncoder:
 
 
 def _split(row: Encoded, bounds: NDArray[np.int64] | None) -> list[Encoded]:
-    """The sequences of a row that came tokenised; ``bounds`` as of ``TokenizedRow``."""
+    """Split a tokenised row into its sequences. See ``TokenizedRow`` for ``bounds``."""
     if bounds is None or len(bounds) == 2:
         return [row]
     return [Encoded(row.input_ids[start:stop], row.loss_mask[start:stop]) for start, stop in pairwise(bounds.tolist())]
 
 
 def _at(error: ValueError, path: str, position: int) -> SequenceError:
-    """The error with the file and line it belongs to; a template that can never work stays what it is."""
+    """Add file and line to the error. An error about a template that can never work is not changed."""
     if isinstance(error, FormatError):
         raise error
     if isinstance(error, SequenceError):

@@ -1,7 +1,7 @@
-"""The shards of a job: written in the order of a plan, from sequences that a reader gives, and published together.
+"""Write the shards of a job in the order of a plan, from the sequences of a reader, and publish them together.
 
 A job makes one shard at its prefix, or several whose prefixes begin with it, each with consecutive packs of one plan.
-``make_packs`` is the way from sequences to shards, for every verb that packs.
+``make_packs`` converts sequences to shards, for every command that packs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_sft_idx.tokenize.plan import PackOptions, PlannedRun, SequenceRead
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.selection import Selected
 
-# How long a shard may be locked by an earlier attempt at it.
+# Maximum time for which a shard may be locked by an earlier attempt.
 _LOCK_SECONDS = 60.0
 
 
 def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[str]:
-    """Prefixes of the shards of a job: the prefix itself, or ``PREFIX-00000-of-00008`` and so on.
+    """Return the prefixes of the shards of a job: the prefix itself, or ``PREFIX-00000-of-00008`` and so on.
 
-    ``valid`` adds ``PREFIX.valid``, the shard to validate with.
+    ``valid`` adds ``PREFIX.valid``, the validation shard.
     """
     trained = [prefix] if shards == 1 else [output_prefix(prefix, number, shards) for number in range(shards)]
     return [*trained, f"{prefix}.valid"] if valid else trained
@@ -51,7 +51,7 @@ def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[st
 def require_outputs_apart(
     prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = (), *, media: bool = False
 ) -> None:
-    """FormatError where shards at these prefixes, with these columns, would replace a file that is read for them."""
+    """Raise FormatError if shards at these prefixes, with these columns, would replace one of their input files."""
     paths = [ShardPaths.of(prefix).with_columns(columns).with_media(media) for prefix in prefixes]
     require_apart([place for each in paths for place in places_of(each, "the output", written=True)], reads)
 
@@ -60,14 +60,14 @@ def require_outputs_apart(
 
 
 class PlannedShard(NamedTuple):
-    """One shard that a job is to write; picklable, and small enough to be sent to another machine.
+    """One shard for a job to write; picklable, and small enough to send to another machine.
 
     Attributes:
-        prefix: of the shard.
-        build: what its writer is to know.
-        work: the verb that makes it.
+        prefix: prefix of the shard.
+        build: options for its writer.
+        work: name of the command that makes it.
         overwrite: whether it may replace a shard at its prefix.
-        run: its packs, about twelve bytes a sequence.
+        run: its packs, about 12 bytes per sequence.
     """
 
     prefix: str
@@ -78,11 +78,11 @@ class PlannedShard(NamedTuple):
 
     @property
     def paths(self) -> ShardPaths:
-        """Its files, with columns, images and audio."""
+        """Its files, including columns, images and audio."""
         return self.build.paths_of(ShardPaths.of(self.prefix))
 
     def existing_header(self) -> Header | None:
-        """The header of this very shard, where it is set aside, or published and not to be replaced; else None."""
+        """Return the header of this same shard if it is set aside, or published and not to be replaced; else None."""
         paths = ShardPaths.of(self.prefix)  # its columns may be others
         with contextlib.suppress(FormatError, ShardNotFoundError):
             if is_set_aside(self.prefix):
@@ -103,8 +103,8 @@ class PlannedShard(NamedTuple):
 def write_packs(
     reader: SequenceReader, run: PlannedRun, writer: ShardWriter, progress: Update = lambda units, items: None
 ) -> None:
-    """Write the packs, a window of them at a time; another thread reads the next window meanwhile."""
-    # As many packs as surely hold no more tokens than the window may, and one at least.
+    """Write the packs, one window at a time, while another thread reads the next window."""
+    # As many packs as certainly fit in the token limit of the window, and at least one.
     packs_per_window = max(1, reader.window_tokens // max(run.longest, 1))
     firsts = deque(range(0, len(run.offsets) - 1, packs_per_window))
     with ThreadPoolExecutor(1, "gather") as thread:
@@ -135,7 +135,10 @@ def write_shard(
     building: Building | None = None,
     wait: float = 0.0,
 ) -> Header:
-    """Write one shard, and set it aside until all shards of the job are whole; last two arguments as of its writer."""
+    """Write one shard, and set it aside until all shards of the job are complete.
+
+    The last two arguments are the writer's.
+    """
     with ShardWriter.begin(
         output.prefix, output.build, work=output.work, overwrite=output.overwrite, building=building, wait=wait
     ) as writer:
@@ -146,11 +149,11 @@ def write_shard(
 def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
     """The task that writes one shard from parts, on any machine.
 
-    A shard that an earlier attempt finished is not written again; one that it left unfinished is.
+    A shard that an earlier attempt finished is not written again; an unfinished one is.
     """
     if (header := output.existing_header()) is not None:
         return header
-    # An attempt on a node that was given up may go on for some seconds.
+    # An attempt on a node that was given up may continue for some seconds.
     return write_shard(PartsReader(table), output, wait=_LOCK_SECONDS)
 
 
@@ -159,18 +162,18 @@ def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToPack:
-    """Sequences that are to be packed, and what their shards have in common.
+    """Sequences to pack, and the common properties of their shards.
 
     Attributes:
-        reader: of the sequences.
-        lengths: tokens of each, int64 [sequences].
-        name: what errors call them.
-        build: of all their shards, but for capacity, multiple, and what headers say of the packing.
-        origin: what headers say of the packing beside its options: ``source`` is the id of the shard that the sequences
-            come from, or the fingerprint of the input.
-        groups: numbers of pairs, int64 [sequences]; None where sequences are no pairs.
+        reader: reader of the sequences.
+        lengths: number of tokens of each, int64 [sequences].
+        name: their name in errors.
+        build: options of all their shards, except for capacity, multiple, and packing metadata.
+        origin: packing metadata besides the options: ``source`` is the id of the source shard, or the fingerprint of
+            the input.
+        groups: numbers of pairs, int64 [sequences]; None if sequences are not pairs.
         selected: the sequences of selected rows; None for all.
-        kept: which sequences all conditions of ``PackOptions.where`` hold for, bool [sequences]; None without any.
+        kept: the sequences for which all conditions of ``PackOptions.where`` hold, bool [sequences]; None without any.
     """
 
     reader: SequenceReader
@@ -196,12 +199,12 @@ class ToPack:
         """All sequences of parts.
 
         Args:
-            parts: the parts, whose ``lengths`` are emptied.
-            encoder: made them.
-            name: what errors call the sequences.
-            sources: what headers say of the input: its ``fingerprint``, and more.
-            columns: the columns that shards will have, by name.
-            metadata: more that headers say.
+            parts: the parts, whose ``lengths`` are cleared.
+            encoder: the encoder that made them.
+            name: name of the sequences in errors.
+            sources: metadata of the input for headers: its ``fingerprint``, and more.
+            columns: the columns of the shards, by name.
+            metadata: further metadata for headers.
         """
         columns = columns or {}
         files = columns["source"].metadata["files"] if "source" in columns else []
@@ -224,7 +227,7 @@ class ToPack:
         return cls(reader, lengths, name, build, {"source": sources["fingerprint"]}, groups)
 
     def weighted(self, column: str) -> ToPack:
-        """The same, with masks multiplied by a column; errors as of ``SequenceReader.weigh_by``."""
+        """Return the same with masks multiplied by a column. See ``SequenceReader.weigh_by`` for errors."""
         sequences = np.arange(len(self.lengths)) if self.kept is None else np.flatnonzero(self.kept)
         if self.selected is not None:
             chosen = np.unique(np.concatenate([self.selected.train, self.selected.valid]))
@@ -243,9 +246,11 @@ class ToPack:
         overwrite: bool,
         chosen: NDArray[np.int64] | None = None,
     ) -> list[PlannedShard]:
-        """The shards of one plan, of the ``chosen`` sequences or of all; their packs differ in number by one at most.
+        """Return the shards of one plan, for the ``chosen`` sequences or all.
 
-        Arguments and errors as of ``make_packs`` and ``plan_packs``.
+        Their numbers of packs differ by at most one.
+
+        See ``make_packs`` and ``plan_packs`` for arguments and errors.
         """
         left_out = {}
         if self.kept is not None:
@@ -278,7 +283,7 @@ class ToPack:
 
 
 class MadePacks(NamedTuple):
-    """Headers of the shards of a job, and whether all of them were there already."""
+    """Headers of the shards of a job, and whether all of them already existed."""
 
     headers: list[Header]
     found: bool
@@ -295,21 +300,21 @@ def make_packs(
     engine: Local | Cluster | None = None,
     log_interval: int = 0,
 ) -> MadePacks:
-    """Plan packs, write them into shards and publish these: the shards to train on, and the one to validate with.
+    """Plan packs, write them into shards and publish these: the training shards and the validation shard.
 
     Args:
-        sequences: what is packed.
-        job: the building folder of the prefix, which was begun. It is removed in the end.
-        options: how it is packed.
-        work: the verb.
-        shards: how many shards there are to train on.
+        sequences: sequences to pack.
+        job: the building folder of the prefix, already begun. It is removed at the end.
+        options: how to pack.
+        work: name of the command.
+        shards: number of training shards.
         overwrite: whether shards may be replaced.
-        engine: writes several shards at a time, and needs a ``PartsReader``; without one they are written in this
-            process, one by one.
-        log_interval: as of ``pack_shard``.
+        engine: writes several shards in parallel, and needs a ``PartsReader``; without an engine they are written in
+            this process, one by one.
+        log_interval: see ``pack_shard``.
 
     Raises:
-        SequenceError, FormatError: as of ``plan_packs`` and ``publish_outputs``.
+        SequenceError, FormatError: see ``plan_packs`` and ``publish_outputs``.
     """
     assert (sequences.kept is not None) == bool(options.where)
     if options.loss_weight_column is not None:
@@ -328,8 +333,8 @@ def make_packs(
         def write(numbers: Sequence[int]) -> Iterable[Header]:
             written.extend(numbers)
             missing = [outputs[number] for number in numbers]
-            # A shard in the job's own folder is written by this process, which holds the folder's lock. So is a single
-            # one on this machine, since this process can show its progress.
+            # A shard in the job's own folder is written by this process, which holds the folder's lock. A single local
+            # shard is also written here, because this process can show its progress.
             own = [output for output in missing if output.prefix == prefix]
             others = [output for output in missing if output.prefix != prefix]
             headers = {output.prefix: write_shard(reader, output, progress.update, building=job) for output in own}

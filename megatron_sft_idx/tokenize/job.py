@@ -1,4 +1,4 @@
-"""``preprocess``, as programs and the command call it: its arguments become options, and a job is run with them."""
+"""``preprocess`` for programs and the command: convert its arguments to options, and run a job."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from megatron_sft_idx.tokenize.selection import Selection
 
 Options = TypeVar("Options")
 
-# Options that are whole numbers and may be 0; all others must be 1 or more.
+# Integer options that may be 0; all others must be at least 1.
 FROM_ZERO = ("workers", "seed", "log_interval")
-# By the hint of an option: the types that its value may have, and what they are called.
+# By the hint of an option: the allowed types of its value, and their name.
 _EXPECTED: dict[Any, tuple[Any, str]] = {
     str: (str | os.PathLike, "a path"),
     str | None: (str | None, "a string"),
@@ -51,7 +51,7 @@ _EXPECTED: dict[Any, tuple[Any, str]] = {
     Mapping[str, str] | None: (Mapping | None, "a dict of strings"),
     Mapping[str, float] | None: (Mapping | None, "a dict of weights by file"),
 }
-# Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
+# Maximum ratio of input to output bytes: for rows that consist almost entirely of unread fields.
 _MAX_INPUT_PER_OUTPUT = 256
 
 
@@ -117,22 +117,21 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 
     ``megatron-sft-idx preprocess`` writes the same bytes. All arguments are its options, with ``_`` for ``-``; its
-    ``--help`` says what each is for.
+    ``--help`` describes them.
 
     Args:
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
-            any iterable of rows; or a list that mixes these. In the column ``source`` a data set or table is called
-            ``dataset-0``, ``dataset-1``, ..., or as a dict calls it: ``{"math": dataset}``.
-        tokenizer: its folder or file; or what transformers has loaded from a folder or the hub's cache, if it has not
-            been changed since.
+            any iterable of rows; or a list that mixes these. In the column ``source``, a data set or table is named
+            ``dataset-0``, ``dataset-1``, ..., or by its key in a dict: ``{"math": dataset}``.
+        tokenizer: its folder or file; or a tokenizer that transformers has loaded from a folder or the hub's cache, if
+            it has not been changed since.
 
     Returns:
-        Counts of what was made; its ``str`` is what the command prints.
+        Counts of the output; its ``str`` is what the command prints.
 
     Raises:
-        SFTIndexError: an input, a row or an option that cannot be used, or files at ``output_prefix`` that may not be
-            replaced.
-        OSError: of the file system.
+        SFTIndexError: an input, a row or an option is unusable, or files at ``output_prefix`` may not be replaced.
+        OSError: an error of the file system.
     """
     given = dict(locals())
     inputs = given.pop("inputs")
@@ -144,10 +143,10 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 
 
 def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
-    """The options of a job, from arguments of ``preprocess`` by name; ``inputs`` is empty.
+    """Return the options of a job from arguments of ``preprocess`` by name; ``inputs`` is empty.
 
     Raises:
-        FormatError: a value that is none of the choices, or options that do not go together.
+        FormatError: a value is invalid, or options contradict each other.
     """
     for name, hint in get_type_hints(preprocess).items():
         if name in given:
@@ -169,7 +168,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
             " --sample, --dedup, --valid-fraction, --repeat or --shuffle"
         )
     columns = encoding.column_specs([])
-    # Which files there are is known later.
+    # The files are not known yet.
     unnamed = [condition for condition in map(Condition.parse, packing.where) if condition.column != "source"]
     bind_all(unnamed, columns, "--where")
     if packing.loss_weight_column is not None:
@@ -188,13 +187,13 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
 
 
 def _options(kind: Callable[..., Options], given: Mapping[str, Any], /, **values: Any) -> Options:
-    """A dataclass of options, made of ``values`` and, for its other fields, of those that ``given`` has by name."""
+    """Make a dataclass of options from ``values`` and, for its other fields, from ``given`` by name."""
     same = {each.name: given[each.name] for each in fields(kind) if each.name in given}  # type: ignore[arg-type]
     return kind(**same | values)
 
 
 def _require_choice(name: str, value: Any, hint: Any) -> None:
-    """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
+    """Raise FormatError unless an argument has the type, choice or range of its hint (argparse checks the command)."""
     kinds, expected = _EXPECTED.get(hint, (object, ""))
     if not isinstance(value, kinds):
         found = f"a {type(value).__name__}" if name in ("tokenizer", "output_prefix") else brief(value)
@@ -209,7 +208,7 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
 
 
 def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
-    """How rows become sequences, from arguments of ``preprocess``; FormatError where the template cannot be read."""
+    """Return how rows become sequences, from arguments of ``preprocess``. FormatError: the template is unreadable."""
     path, template = given["chat_template"], None
     if path is not None:
         try:
@@ -245,7 +244,10 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
 
 
 def media_limits(given: Mapping[str, Any]) -> MediaLimits:
-    """What is read of images and audio, from arguments of ``preprocess``; FormatError where the root is no folder."""
+    """Return the limits for images and audio from arguments of ``preprocess``.
+
+    FormatError: the root is not a folder.
+    """
     download = bool(given.get("download"))
     if (root := given.get("media_root")) is None:
         return MediaLimits(download=download)
@@ -257,7 +259,7 @@ def media_limits(given: Mapping[str, Any]) -> MediaLimits:
 
 
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
-    """How sequences become packs, from arguments of ``preprocess``; FormatError for a share that is not 0 to 1."""
+    """Return how sequences become packs, from arguments of ``preprocess``. FormatError: a fraction is not 0 to 1."""
     selection = _options(Selection, given, weights=[1.0] * bool(given.get("repeat")))
     return _options(
         PackOptions,
@@ -273,16 +275,16 @@ def packing_options(given: Mapping[str, Any]) -> PackOptions:
 def run_job(
     rows: Rows, options: PreprocessOptions, *, staging: str = STAGING, summary: StrPath | None = None
 ) -> Summary:
-    """Make the shards, upload them where their prefix is remote, and write the summary.
+    """Make the shards, upload them if their prefix is remote, and write the summary.
 
     Args:
-        rows: of ``preprocess``.
-        options: of the job; ``inputs`` is not read.
-        staging: local folder in which shards for an object store are built.
-        summary: path of a JSON file to be written.
+        rows: see ``preprocess``.
+        options: options of the job; ``inputs`` is not used.
+        staging: local folder for building shards for an object store.
+        summary: path of a JSON file to write.
 
     Raises:
-        SFTIndexError, OSError: as of ``preprocess``.
+        SFTIndexError, OSError: see ``preprocess``.
     """
     path = None if summary is None else os.fspath(summary)
     if path is not None:
@@ -316,7 +318,7 @@ def run_job(
 
 
 def _effective(options: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all options, also nested ones; without the template's text."""
+    """Yield names and values of all options, including nested ones, without the template's text."""
     for name in (each.name for each in fields(options)):
         value = getattr(options, name)
         if isinstance(value, BadRowLimit):

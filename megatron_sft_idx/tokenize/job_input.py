@@ -1,7 +1,7 @@
-"""The input of a job as local files: what a user names, data that a program passes, a pipe, names of the hub.
+"""The input of a job as local files: the user's paths, data passed by a program, a pipe, names of the hub.
 
-Rows, data sets and tables that a program passes, and rows from a pipe, are written to files next to the output, which
-are removed when the job ends: the pipeline reads its input more than once, in many processes.
+Rows, data sets and tables passed by a program, and rows from a pipe, are written to files next to the output, which are
+removed at the end of the job. The pipeline reads its input more than once, in many processes.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class ArrowStream(Protocol):
         """The record batches."""
 
 
-# A file or glob; rows; a table, which is a Dataset of Hugging Face's or has Arrow's stream interface; tables by name;
-# or a list that mixes these.
+# A file or glob; rows; a table, which is a Dataset of Hugging Face or has Arrow's stream interface; tables by name; or
+# a list that mixes these.
 Rows: TypeAlias = StrPath | Iterable[Any] | ArrowStream
 
-# Bytes of a name of a data set, at most: file systems take 255, and working names are longer.
+# Maximum length of a data set's name in bytes: file systems allow 255, and working names are longer.
 _MAX_NAME_NBYTES = 200
-# The role of the files of the input, in messages.
+# The role of the input files in messages.
 INPUT = "the input"
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
-    """The local files that a job reads; FormatError where one of its inputs is not there."""
+    """Return the local files that a job reads. FormatError: one of its inputs does not exist."""
     local = [pattern for pattern in inputs if pattern != "-" and not is_remote(pattern)]
     template = [Place(encoding.template_name, "the chat template")] if encoding.chat_template is not None else []
     return [
@@ -66,11 +66,11 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
 
 
 class _Passed(NamedTuple):
-    """Rows or a table that a program passes, or the pipe.
+    """Rows or a table passed by a program, or the pipe.
 
     Attributes:
-        file: the name of the file that they are written to, which the column ``source`` holds.
-        name: what messages call them.
+        file: the name of their file, as stored in the column ``source``.
+        name: their name in messages.
         content: the rows or the table; None for the pipe.
     """
 
@@ -81,18 +81,20 @@ class _Passed(NamedTuple):
 
 @contextlib.contextmanager
 def inputs_of(rows: Rows, prefix: str, *, media: bool = False) -> Iterator[tuple[list[str], Callable[[str], str]]]:
-    """Paths of the input. What is no path is written to files next to ``prefix``, which are removed at the end.
+    """Provide the paths of the input.
 
-    The second value is a function that has a message name what was given, instead of a file that is gone when the
-    message is read.
+    Other inputs are written to files next to ``prefix``, which are removed at the end.
+
+    The second value is a function that replaces the name of a temporary file in a message by the name of the given
+    input.
 
     Args:
-        rows: of ``preprocess``; ``-`` alone stands for standard input.
-        prefix: of the output, a local path; all nodes of a cluster see its folder.
-        media: whether rows may hold images and audio: bytes, and images of pillow.
+        rows: see ``preprocess``; a single ``-`` stands for standard input.
+        prefix: prefix of the output, a local path; all nodes of a cluster can access its folder.
+        media: whether rows may contain images and audio: bytes, and pillow images.
 
     Raises:
-        FormatError: an entry is neither a path nor rows nor a table, or two have one name.
+        FormatError: an entry is neither a path nor rows nor a table, or two have the same name.
         SequenceError: a row cannot be written as JSON.
     """
     entries = _entries_of(rows)
@@ -130,7 +132,7 @@ def inputs_of(rows: Rows, prefix: str, *, media: bool = False) -> Iterator[tuple
 
 
 def _entries_of(rows: Rows) -> list[str | _Passed]:
-    """The inputs one by one: paths, and what has to be written to files."""
+    """Return the inputs one by one: paths, and data to write to files."""
     if isinstance(rows, (str, os.PathLike)) or _is_table(rows):
         return _entries_of([rows])
     if isinstance(rows, Mapping):
@@ -167,22 +169,22 @@ def _entries_of(rows: Rows) -> list[str | _Passed]:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is a Dataset or has Arrow's stream interface. The splits of a DatasetDict are no table."""
+    """Return whether a value is a Dataset or has Arrow's stream interface. A DatasetDict of splits is not a table."""
     return not isinstance(value, Mapping) and (hasattr(value, "save_to_disk") or isinstance(value, ArrowStream))
 
 
 def _is_input(value: Any) -> bool:
-    """Whether an entry of a list is an input, and not a row or anything else."""
+    """Return whether an entry of a list is an input, and not a row or anything else."""
     if isinstance(value, (str, os.PathLike)) or _is_table(value):
         return True
     if isinstance(value, Mapping):
         return _is_named(value)
-    # A list may also be a conversation without the object around it; its messages are refused when they are read.
+    # A list may also be a conversation without the object around it. Its messages are rejected when they are read.
     return isinstance(value, Iterable) and not hasattr(value, "shape") and not isinstance(value, bytes)
 
 
 def _is_named(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict has data sets by name. A row, whose values are lists, texts and numbers, never has."""
+    """Return whether a dict has data sets by name. A row's values are lists, texts and numbers."""
 
     def is_data(each: Any) -> bool:
         return _is_table(each) or (
@@ -212,16 +214,16 @@ def _refused(rows: Any) -> NoReturn:
 
 
 def _write(path: str, passed: _Passed, to_json: Callable[[Any], Any]) -> None:
-    """Write rows or a table to a file, with a bounded part of them in memory.
+    """Write rows or a table to a file, with limited memory.
 
-    ``to_json`` makes of a value that JSON does not have one that it has.
+    ``to_json`` converts a value that JSON cannot represent to one that it can.
     """
     content = passed.content
     if content is None:
         with open(path, "xb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     elif hasattr(content, "save_to_disk"):
-        if isinstance(content, Sized) and not len(content):  # which datasets itself cannot always save
+        if isinstance(content, Sized) and not len(content):  # datasets itself cannot always save an empty one
             raise FormatError(f"{passed.name}: a dataset without rows; leave it out, or name one that has some")
         content.save_to_disk(folder := path + ".saved", num_shards=1)
         (data,) = glob.glob(os.path.join(glob.escape(folder), "*.arrow"))
@@ -248,12 +250,12 @@ def _write_table(path: str, rows: ArrowStream, name: str) -> None:
         raise FormatError(f"{name}: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
 
 
-# A row that is refused for its depth.
+# A row that is rejected because of its depth.
 _TOO_DEEP_ROW = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1) + "\n"
 
 
 def _write_rows(path: str, rows: Iterable[Any], name: str, to_json: Callable[[Any], Any]) -> None:
-    """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
+    """Write rows as JSON lines. Arrays become lists. NaN is an error, because JSON would turn a weight into null."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
@@ -294,9 +296,9 @@ def _to_json(value: Any) -> Any:
 
 
 def _to_json_with_media(value: Any) -> Any:
-    """As ``_to_json``; and for bytes, or an image of pillow, an object that stands for its file.
+    """Do the same as ``_to_json``; also convert bytes, or a pillow image, to an object for its file.
 
-    Pillow does not keep the file that an image was opened from, so that images become PNG files.
+    Pillow does not keep the file from which an image was opened, so images become PNG files.
     """
     if isinstance(value, bytes | bytearray | memoryview):
         return {"bytes": "data:;base64," + base64.b64encode(value).decode()}
@@ -311,16 +313,16 @@ def _to_json_with_media(value: Any) -> Any:
 
 # OWNER/NAME or OWNER/NAME@REVISION, for data followed by / and a glob of files.
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
-# Files of tokenizers and of their templates; none with a model's weights.
+# Files of tokenizers and of their templates, without model weights.
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*")
 
 
 def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
-    """Download what has a name of the Hugging Face hub, and no local path, into its cache: models' files, and inputs.
+    """Download names of the Hugging Face hub that are not local paths into its cache: model files, and inputs.
 
     Args:
         given: arguments of ``preprocess`` by name; tokenizer and processor are replaced by their local paths.
-        rows: of ``preprocess``.
+        rows: see ``preprocess``.
 
     Returns:
         The rows; names of the hub are replaced by local paths.
@@ -353,13 +355,13 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
 
 
 def _hub_name(text: str) -> re.Match[str] | None:
-    """Repository, revision and files that a name of the hub consists of; None for paths and URLs."""
+    """Return repository, revision and files in a name of the hub; None for paths and URLs."""
     is_path = is_remote(text) or os.path.lexists(text) or glob.glob(text, recursive=True) or text.startswith((".", "/"))
     return None if is_path else _HUB_NAME.fullmatch(text)
 
 
 def _download(hub_name: re.Match[str], kind: str, files: Sequence[str]) -> str:
-    """Path of the folder that has these files of a repository, once they are downloaded."""
+    """Download these files of a repository, and return the path of their folder."""
     name, repository, revision, _ = hub_name.group(0, 1, 2, 3)
     try:
         from huggingface_hub import snapshot_download

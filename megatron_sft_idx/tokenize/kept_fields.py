@@ -1,4 +1,4 @@
-"""Fields of rows that become columns, with one value for each sequence of the row (``--keep-field``)."""
+"""Row fields that become columns, with one value for each sequence of the row (``--keep-field``)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_sft_idx.layout.column import COLUMN_DTYPES, number_of
 from megatron_sft_idx.layout.files import check_column_name
 
 _DTYPES = {dtype.name: dtype for dtype in COLUMN_DTYPES.values()}
-# The one that holds every number that JSON commonly has. It does not depend on what the rows hold.
+# A dtype for all numbers that JSON usually has. It does not depend on the content of rows.
 _DEFAULT = "float64"
-# A number as JSON writes it; not so long that Python would refuse it.
+# A number as in JSON, short enough for Python to accept.
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,99})(?:\.\d{1,99})?(?:[eE][-+]?\d{1,3})?")
-# Names of columns that rows of some kind, or parts, have already.
+# Column names that are already used by some kinds of rows, or by parts.
 _TAKEN = ("source", "pair", "label", "content")
 
 
 def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
-    """Dtypes of the fields to be kept, by name.
+    """Return the dtypes of the fields to keep, by name.
 
     Args:
-        entries: ``NAME`` or ``NAME=DTYPE`` each.
+        entries: ``NAME`` or ``NAME=DTYPE``.
 
     Raises:
         FormatError: a column cannot have this name or dtype, or a field is kept twice.
@@ -57,13 +57,13 @@ def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
 
 
 def values_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[int | float, ...]:
-    """The values of a row's fields, in the order of ``fields``, each as its dtype stores it.
+    """Return the values of a row's fields, in the order of ``fields``, as stored in their dtypes.
 
-    Whole numbers and booleans are held exactly. Text of a number counts as that number. Fractions are rounded to the
-    nearest number of a float dtype.
+    Integers and booleans are stored exactly. Text of a number counts as that number. Fractions are rounded to the
+    nearest value of a float dtype.
 
     Raises:
-        RowError: a field is missing, or is no finite number that its dtype holds.
+        RowError: a field is missing, or is not a finite number that fits its dtype.
     """
     return tuple(_value_of(row.get(name), name, dtype) for name, dtype in fields.items())
 
@@ -105,7 +105,7 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
 def arrays_of(
     rows: Sequence[Sequence[int | float]], fields: Mapping[str, str], repeats: NDArray[np.int64]
 ) -> dict[str, NDArray[Any]]:
-    """Columns of the fields by name: the value of each row, as often as it makes sequences."""
+    """Return columns of the fields by name: the value of each row, repeated for each of its sequences."""
     return {
         name: np.repeat(np.array([row[number] for row in rows], _DTYPES[dtype]), repeats)
         for number, (name, dtype) in enumerate(fields.items())
@@ -113,5 +113,5 @@ def arrays_of(
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of this name, in which values are stored."""
+    """Return the storage dtype of this name."""
     return _DTYPES[name]

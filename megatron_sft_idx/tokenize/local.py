@@ -1,11 +1,11 @@
-"""A pool of worker processes on this machine, which does one task an item and survives the death of workers.
+"""A pool of worker processes on this machine, with one task per item, that survives the death of workers.
 
-A worker that crashed or was killed is replaced, and its tasks are done again, so a task may run more than once. Each
-worker is an executor with one process, and that process tells the pool before it begins a task: so the pool knows
-over which item a worker died, or that it died over none.
+A worker that crashed or was killed is replaced, and its tasks are repeated, so a task may run more than once. Each
+worker is an executor with one process, and that process notifies the pool before it begins a task. So the pool knows at
+which item a worker died, or that it had not begun any.
 
-Results come in the order of the items. Items may come slowly, from a stream or a growing folder, and results that are
-ready must not wait for them: where the iterator of the items would have to wait, it gives ``NOT_YET`` instead.
+Results are in the order of the items. Items may arrive slowly, from a stream or a growing folder, and finished results
+must not wait for them: if the iterator of the items would have to wait, it returns ``NOT_YET`` instead.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 
 _MAX_DEATHS = 3
-# Tasks at one worker, so that it need not wait for the next one; and tasks for each worker of which the pool holds
-# the item or the result.
+# Number of tasks queued at one worker, so that it need not wait for the next one; and number of tasks per worker whose
+# item or result the pool holds.
 _TASKS_AT_WORKER, _HELD_PER_WORKER = 2, 3
-# How long to wait for a result before the items are asked again for one that was not there yet.
+# How long to wait for a result before requesting an item again that was not available yet.
 _ASK_AGAIN_SECONDS = 0.1
 # spawn: forking a process with threads (tokenizers, progress) can deadlock the child.
 _PROCESSES = multiprocessing.get_context("spawn")
@@ -54,11 +54,11 @@ NOT_YET = NotYet.NOT_YET
 
 
 class WorkersDiedError(SFTIndexError):
-    """Worker processes died, more than once, over one item or before they began any; finished parts can be used."""
+    """Worker processes died repeatedly, at one item or before beginning any. Finished parts can be used."""
 
 
 def available_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -67,9 +67,9 @@ class _Task:
     """One call of the function.
 
     Attributes:
-        item: its argument; None once there is an outcome, since items may be large.
-        deaths: workers that died over it.
-        outcome: holds its result or error; None until it is finished.
+        item: its argument; None after the outcome is known, because items may be large.
+        deaths: number of workers that died at it.
+        outcome: its result or error; None until it is finished.
     """
 
     item: Any
@@ -79,16 +79,16 @@ class _Task:
 
 @contextlib.contextmanager
 def _isolated_start() -> Iterator[None]:
-    """Processes started within this context import neither stray modules nor the main module, and hold Ctrl-C back.
+    """Make processes that start in this context import neither stray modules nor the main module, and hold Ctrl-C back.
 
-    The main module may be a script that begins this very work. Python 3.10 does not know the variable: there a stray
-    ``signal.py`` in the current folder still breaks workers. Ctrl-C reaches a worker too. Until it ignores the signal
-    (``_start``) the signal is blocked, so that no import ends in a traceback.
+    The main module may be a script that starts this same work. Python 3.10 does not support the variable: there, a
+    stray ``signal.py`` in the current folder still breaks workers. Ctrl-C also reaches workers. Until a worker ignores
+    the signal (``_start``), the signal is blocked, so that no import ends in a traceback.
     """
     safe_path, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.modules["__main__"] = ModuleType("__main__")
-    resource_tracker.ensure_running()  # which unblocks the signal when it starts
+    resource_tracker.ensure_running()  # it unblocks the signal when it starts
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -99,13 +99,13 @@ def _isolated_start() -> Iterator[None]:
 
 
 class _Worker:
-    """One process, and the tasks it was given with their futures, in the order in which it does them.
+    """One process, and its tasks with their futures, in the order of execution.
 
     Pool and process share a pipe. The process writes to it before each task, and ends when the pool's end is closed,
     which also happens when the pool's process is killed.
 
     Args:
-        idle_deaths: how many workers in its place died before it, one after another, without having begun a task.
+        idle_deaths: number of previous workers in its place that died, one after another, before beginning a task.
     """
 
     def __init__(self, idle_deaths: int = 0) -> None:
@@ -127,18 +127,18 @@ class _Worker:
         self.tasks.append((task, future))
 
     def take_begun(self) -> bool:
-        """Take the note that the process wrote as it began a task, once for each task; False if there is none."""
+        """Take the process's notification about the beginning of a task, once per task. False if there is none."""
         try:
             return self._pipe.poll() and bool(self._pipe.recv_bytes())
         except (EOFError, OSError):
             return False
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing. One that is stopped or in a long call ignores everything else."""
+        """Kill the process, whatever it is doing. A stopped or busy process ignores everything else."""
         self._process.kill()
         self._pipe.close()
         if sys.version_info < (3, 11):
-            # There an executor waits for ever to hand a large item to a process that is dead.
+            # On that version, an executor would wait forever to pass a large item to a dead process.
             self.executor._call_queue._reader.close()  # type: ignore[unreachable]
 
 
@@ -146,7 +146,7 @@ class Local(contextlib.AbstractContextManager["Local"]):
     """A pool of processes; a context manager that ends them.
 
     Args:
-        workers: how many; 0 computes in this process.
+        workers: number of workers; 0 computes in this process.
     """
 
     def __init__(self, workers: int) -> None:
@@ -174,22 +174,24 @@ class Local(contextlib.AbstractContextManager["Local"]):
         name_of: Callable[[Item], str],
         on_result: Callable[[Any], None] = lambda result: None,
     ) -> Generator[Any, None, None]:
-        """``function(shared, item)`` for every item, in order; at most three items a worker are held at a time.
+        """Return ``function(shared, item)`` for every item, in order.
+
+        At most three items per worker are held at a time.
 
         The caller must take all results of one call before the next call. After an error, or if the caller closes the
-        generator before its end, all processes have ended: no task goes on that writes files.
+        generator early, all processes have ended, so no task continues to write files.
 
         Args:
             function: importable from a module; may be called more than once for an item.
             shared: its first argument; picklable, the same object for all items of a process.
-            items: picklable. Where they give ``NOT_YET``, so do the results, once all items before it are finished:
-                the caller decides how long to wait before it asks for the next result.
-            name_of: names an item in the error about it.
-            on_result: called with each result as soon as it is there, in no order.
+            items: picklable. If they yield ``NOT_YET``, so do the results, after all previous items are finished: the
+                caller decides how long to wait before requesting the next result.
+            name_of: returns the name of an item for errors.
+            on_result: called with each result as soon as it is available, in any order.
 
         Raises:
-            WorkersDiedError: three workers died over one item, which it names; or three in a row before they began any.
-            Exception: whatever the function raises, when its item's turn comes.
+            WorkersDiedError: three workers died at one item, whose name it has; or three in a row before beginning any.
+            Exception: any error of the function, when its item's turn comes.
         """
         if not self.workers:
             for item in items:
@@ -212,14 +214,14 @@ class Local(contextlib.AbstractContextManager["Local"]):
         name_of: Callable[[Item], str],
         on_result: Callable[[Any], None],
     ) -> Generator[Any, None, None]:
-        """``map_in_order`` where there are workers."""
+        """Do the work of ``map_in_order`` if there are workers."""
         pickled_shared, unread_items = pickle.dumps(shared), iter(items)
-        # Tasks whose results were not taken yet, in the order of their items; and those of dead workers.
+        # Tasks whose results were not taken yet, in the order of their items; and the tasks of dead workers.
         held: deque[_Task] = deque()
         lost: deque[_Task] = deque()
 
         def next_task() -> _Task | NotYet | None:
-            """A lost task, or that of the next item; None where no item is left, or enough are held."""
+            """Return a lost task, or that of the next item; None if no item is left, or enough are held."""
             if lost:
                 return lost.popleft()
             if len(held) < _HELD_PER_WORKER * len(self._pool):
@@ -250,9 +252,9 @@ class Local(contextlib.AbstractContextManager["Local"]):
     def _collect(
         self, timeout: float | None, name_of: Callable[[Any], str], on_result: Callable[[Any], None]
     ) -> list[_Task]:
-        """Wait until a task is finished or a worker dies, at most ``timeout`` seconds, and note all outcomes.
+        """Wait until a task is finished or a worker dies, at most ``timeout`` seconds, and record all outcomes.
 
-        Dead workers are replaced; the tasks they had are returned.
+        Dead workers are replaced. Their tasks are returned.
         """
         lost: list[_Task] = []
         wait([future for worker in self._pool for _, future in worker.tasks], timeout, FIRST_COMPLETED)
@@ -284,7 +286,7 @@ class Local(contextlib.AbstractContextManager["Local"]):
 
 # ---- in a worker ----
 
-# The pipe to the pool; and the first argument of the function, as it came and as it is.
+# The pipe to the pool; and the first argument of the function, as received and as unpickled.
 _pipe: Connection[Any, Any] | None = None
 _shared: tuple[bytes, Any] = (b"", None)
 
@@ -292,16 +294,16 @@ _shared: tuple[bytes, Any] = (b"", None)
 def _start(pipe: Connection[Any, Any]) -> None:
     global _pipe  # noqa: PLW0603
     _pipe = pipe
-    # Ctrl-C reaches the whole process group; the parent is the one to end the work, and to say so.
+    # Ctrl-C reaches the whole process group. The parent ends the work and reports it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One process is one thread of work; the libraries below would start one a processor.
+    # One process uses one thread. The libraries below would start one per CPU.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_pool, args=(pipe,), name="end with the pool", daemon=True).start()
 
 
 def _survives_pickling(error: Exception) -> bool:
-    """Whether the pool can pass an error on; some classes cannot be made again of what their base was given."""
+    """Return whether the pool can pass an error on. Some classes cannot be rebuilt from their base's arguments."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -326,5 +328,5 @@ def _work(function: Callable[[Any, Any], Any], shared: bytes, item: Any) -> Any:
     except Exception as error:
         if isinstance(error, (SFTIndexError, OSError)) and _survives_pickling(error):
             raise
-        # A bug: what the pool raises must show where.
+        # A bug: the error raised by the pool must show its location.
         raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None

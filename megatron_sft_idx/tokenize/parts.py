@@ -1,4 +1,4 @@
-"""A part: one file with the sequences of some pieces of input, the task that makes it, and what reads all of them.
+"""A part: one file with the sequences of several pieces of input, the task that makes it, and the reader of all parts.
 
 ::
 
@@ -15,10 +15,10 @@
                        of these its first position in the sequence, its length, its kind, and the number of its file
                        [items]; of each file its size and its hash [files]; and all files end to end [bytes]
 
-A part has the name of a digest: of its pieces and of the options that decide over its tokens and masks. So a later job,
-or a second attempt at a task, finds the part that it would make, and no other. It uses the part if the file is whole
-and its checksum holds, and else makes it again. So parts are not flushed to disk: one that a power failure cut short is
-not whole.
+The name of a part is a digest of its pieces and of the options that determine its tokens and masks. So a later job, or
+a second attempt at a task, finds exactly the part that it would make. It uses the part if the file is complete and its
+checksum matches; otherwise it makes it again. Therefore parts are not synced to disk: a part truncated by a power
+failure is not complete.
 """
 
 from __future__ import annotations
@@ -65,36 +65,36 @@ _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
 _SUFFIX = ".part"
-# What the names of columns have behind them among the arrays of a part, so that a column may have any name.
+# Suffix of column names among the arrays of a part, so that a column can have any name.
 _COLUMN = ".col"
-# Bad rows whose messages are kept, and those that are logged as they come.
+# Number of bad rows whose messages are kept, and number that are logged when they occur.
 _MAX_LISTED, _MAX_SHOWN = 10_000, 20
-# Parts that stay open while packs are gathered from them.
+# Number of parts that stay open while packs are gathered from them.
 _MAX_OPEN_PARTS = 256
-# About as many tokens are read of a part each time it is opened, so that opening it is worth it.
+# Approximate number of tokens to read from a part each time it is opened, so that opening it pays off.
 _TOKENS_PER_OPENED_PART = 8192
 
 
 @dataclass(slots=True)
 class PartInfo:
-    """What a part is made from and what became of its rows: the JSON of its file.
+    """The source of a part and the counts of its rows: the JSON of its file.
 
     Attributes:
-        options: digest of all options that decide over tokens and masks.
+        options: digest of all options that determine tokens and masks.
         pieces: fingerprints of the pieces.
-        media: where a processor expands images and audio, the hash of those of each piece (``PieceMedia.digest``).
-        num_bytes: bytes of the input file that hold the pieces, for progress.
-        lines: rows, blank lines included: by so much the numbers of the next part's rows are larger.
-        rows: rows read, bad ones included.
-        skipped: rows that could not be used.
-        max_rows: how many usable rows were asked for, where there are so many: rows behind them are not counted. Else
-            None: the part has all rows.
-        bad_rows: position and reason of each of these, in order.
-        undecided: position of the row at which encoding stopped, as of ``EncodedPiece``; 0 where there is none.
+        media: if a processor expands images and audio, the hash of those of each piece (``PieceMedia.digest``).
+        num_bytes: number of bytes of the input file that contain the pieces, for progress.
+        lines: number of rows, including blank lines; added to the row numbers of the next part.
+        rows: number of rows read, including bad ones.
+        skipped: number of unusable rows.
+        max_rows: number of usable rows that were requested, if there are that many; rows after them are not counted.
+            None if the part has all rows.
+        bad_rows: position and reason of each unusable row, in order.
+        undecided: position of the row at which encoding stopped (see ``EncodedPiece``); 0 if there is none.
         notes: counts by name.
-        straddling: text of a token that is trained on and begins in a header; "" where there is none.
+        straddling: text of a trained token that begins in a header; "" if there is none.
         mask_dtype: name of the masks' dtype.
-        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns, media.
+        arrays: dtype and shape of the arrays that follow, in order: lengths, ids, masks, columns, media.
         checksum: xxh3_128 of the arrays, in hex.
     """
 
@@ -112,28 +112,28 @@ class PartInfo:
     straddling: str = ""
     mask_dtype: str = "uint8"
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    checksum: str = "0" * 32  # as long as every checksum, since the size of the JSON says where the arrays begin
+    checksum: str = "0" * 32  # as long as every checksum: the size of the JSON determines where the arrays begin
 
     @property
     def content(self) -> str:
-        """All that is hashed of the pieces."""
+        """All hashed content of the pieces."""
         return "".join(map("".join, zip_longest(self.pieces, self.media, fillvalue="")))
 
     @property
     def usable(self) -> int:
-        """Rows that could be used."""
+        """Number of usable rows."""
         return self.rows - self.skipped
 
     def has_rows_for(self, max_rows: int | None) -> bool:
-        """Whether these are the rows up to the last one of ``max_rows`` usable ones, or all if there are fewer."""
+        """Return whether these are the rows up to the last of ``max_rows`` usable ones, or all if there are fewer."""
         if self.max_rows is not None or max_rows is None:
             return self.max_rows == max_rows
         return self.usable < max_rows
 
     def add(self, piece: Piece, encoded: EncodedPiece) -> None:
-        """Count the rows of a piece, and what became of them.
+        """Count the rows of a piece and their results.
 
-        The column ``source`` of the piece is changed: its rows are then counted from the first of the part.
+        The column ``source`` of the piece is changed: its rows are then counted from the first row of the part.
         """
         if "source" in encoded.columns:
             encoded.columns["source"][:, 1] += self.lines
@@ -148,12 +148,12 @@ class PartInfo:
         if encoded.loss_mask.dtype == np.float32:
             self.mask_dtype = "float32"
         first = np.cumsum(encoded.lengths) - encoded.lengths
-        # A shard's writer drops these masks, since nothing predicts a first token, and does not say of which part.
+        # A shard's writer drops these mask values, because nothing predicts a first token, without reporting the part.
         dropped = int(np.count_nonzero(encoded.loss_mask[first]))
         self.notes = dict(Counter(self.notes) + encoded.notes + Counter(first_token_masks_dropped=dropped))
 
     def offsets(self, json_nbytes: int) -> list[int]:
-        """Offset in bytes of each array, and that of the end, in a file whose JSON has so many bytes."""
+        """Return the byte offset of each array, and of the end, in a file with this size of JSON."""
         offsets, end = [], _HEAD.size + json_nbytes
         for dtype, shape in self.arrays.values():
             offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -162,24 +162,24 @@ class PartInfo:
 
 
 class Part:
-    """A part, opened for reading; its arrays are mapped.
+    """A part, open for reading. Its arrays are mapped.
 
     Args:
-        path: of the file.
-        verify: compare the checksum of the arrays too.
+        path: path of the file.
+        verify: also compare the checksum of the arrays.
 
     Attributes:
-        info: what the part is made from.
-        lengths: tokens of each sequence, uint32 [sequences].
-        starts: where each sequence begins among the tokens, int64 [sequences].
+        info: the source and counts of the part.
+        lengths: number of tokens of each sequence, uint32 [sequences].
+        starts: start of each sequence among the tokens, int64 [sequences].
         ids: uint16 or int32 [tokens].
         mask: token-aligned, uint8 or float32 [tokens].
         columns: values by name, [sequences] or [sequences, width]; row numbers count from the first row of the part.
-        media: images and audio of the sequences; None where no processor expanded any.
+        media: images and audio of the sequences; None if no processor expanded any.
 
     Raises:
         FormatError: the file is not as ``write_part`` wrote it.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
 
     def __init__(self, path: str, *, verify: bool = False) -> None:
@@ -207,7 +207,7 @@ class Part:
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
             arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
         self.lengths, self.ids, self.mask = map(arrays.pop, ("lengths", "ids", "masks"))
-        # Files of images and audio are the last array.
+        # The encoded images and audio are the last array.
         self.media = _media_of({name: arrays.pop(name) for name in _MEDIA if name in arrays}, path, offsets[-2])
         self.columns = {name.removesuffix(_COLUMN): values for name, values in arrays.items()}
         ends = np.cumsum(self.lengths, dtype=np.int64)
@@ -222,16 +222,16 @@ class Part:
 def write_part(
     path: str, info: PartInfo, encoded: Sequence[EncodedPiece], blobs: SpilledBlobs | None = None
 ) -> MadePart:
-    """Write a part, whole or not at all.
+    """Write a part, completely or not at all.
 
     Args:
-        path: of the file; its folder must exist. A file of this name is replaced.
-        info: what the part is made from and counts of its rows; ``arrays`` and ``checksum`` are filled in.
+        path: path of the file; its folder must exist. An existing file is replaced.
+        info: the source and counts of the part; ``arrays`` and ``checksum`` are filled in.
         encoded: the pieces, all with the same columns.
-        blobs: the encoded files of their images and audio; None where no processor expanded any.
+        blobs: the encoded files of their images and audio; None if no processor expanded any.
 
     Raises:
-        OSError: of the file system.
+        OSError: an error of the file system.
     """
     arrays: dict[str, list[NDArray[Any]]] = {
         "lengths": [piece.lengths.astype("<u4") for piece in encoded],
@@ -260,7 +260,7 @@ def write_part(
 def _body(
     offsets: Sequence[int], arrays: Mapping[str, Sequence[NDArray[Any]]], blobs: SpilledBlobs | None
 ) -> Iterator[bytes | memoryview]:
-    """All that follows the JSON: arrays at these offsets, then the files of ``blobs``, which are read one by one."""
+    """Yield everything after the JSON: arrays at these offsets, then the files of ``blobs``, read one by one."""
     end = offsets[0]
     for offset, chunks in zip(offsets, arrays.values(), strict=False):
         yield bytes(offset - end)
@@ -272,8 +272,8 @@ def _body(
 
 
 def _write_whole(path: str, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file that does not have to survive a power failure; nobody sees it before it is whole."""
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be at the same part
+    """Write a file that need not survive a power failure. It becomes visible only when it is complete."""
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be making the same part
     file = OutputFile(temporary, durable=False)
     try:
         for data in chunks:
@@ -289,13 +289,13 @@ def _write_whole(path: str, chunks: Iterable[bytes | memoryview]) -> None:
 
 # ---- images and audio of a part ----
 
-# Names of their arrays, without the suffix of columns. The last one holds the files themselves.
+# Names of their arrays, without the suffix of columns. The last one holds the encoded files.
 _FILES = "files"
 _MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "file sizes", "file hashes", _FILES)
 
 
 def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -> dict[str, list[NDArray[Any]]]:
-    """The arrays of images and audio of all sequences of a part, but for the files."""
+    """Return the arrays of images and audio of all sequences of a part, except for the files."""
     counts, items = items_of(media)
     hashes = b"".join(map(blobs.hash, range(len(blobs))))
     of_files = blobs.sizes, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES)
@@ -304,32 +304,32 @@ def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -
 
 
 class _PartBlobs:
-    """The encoded files in a part, which is opened for each of them: a window has files of any number of parts.
+    """The encoded files in a part, which is opened for each of them, because a window has files of any number of parts.
 
     Args:
-        path: of the part.
-        begin: where the first file begins in it.
-        sizes: bytes of each file, uint64 [files].
-        hashes: of each file, uint8 [files, 16].
+        path: path of the part.
+        begin: byte offset of the first file in it.
+        sizes: size of each file in bytes, uint64 [files].
+        hashes: hash of each file, uint8 [files, 16].
     """
 
     def __init__(self, path: str, begin: int, sizes: NDArray[Any], hashes: NDArray[Any]) -> None:
-        self._path, self._hashes = path, np.array(hashes)  # a copy, since a view would keep the part mapped
+        self._path, self._hashes = path, np.array(hashes)  # a copy, because a view would keep the part mapped
         self._bounds = begin + np.append(0, np.cumsum(sizes, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def nbytes(self, number: int) -> int:
-        """The size of one."""
+        """Return the size of a file."""
         return int(self._bounds[number + 1] - self._bounds[number])
 
     def hash(self, number: int) -> bytes:
-        """The hash of one."""
+        """Return the hash of a file."""
         return bytes(self._hashes[number].tobytes())
 
     def data(self, number: int) -> bytes:
-        """The bytes of one. FormatError: they do not have its hash."""
+        """Return the bytes of a file. FormatError: they do not match its hash."""
         with open_regular(self._path) as stream:
             stream.seek(int(self._bounds[number]))
             found = stream.read(self.nbytes(number))
@@ -339,9 +339,9 @@ class _PartBlobs:
 
 
 def _media_of(arrays: Mapping[str, NDArray[Any]], path: str, begin: int) -> RunMedia | None:
-    """Images and audio of a part with these arrays, whose last one begins at byte ``begin`` of the part.
+    """Return images and audio of a part with these arrays, the last of which begins at byte ``begin`` of the part.
 
-    None: it has no such arrays. FormatError: they do not go together.
+    None: it has no such arrays. FormatError: they are inconsistent.
     """
     if not arrays:
         return None
@@ -356,16 +356,16 @@ def _media_of(arrays: Mapping[str, NDArray[Any]], path: str, begin: int) -> RunM
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartsTable:
-    """Where the sequences of all parts are; picklable.
+    """The location of the sequences of all parts; picklable.
 
     Attributes:
-        paths: of the parts.
-        bounds: number of the first sequence of each part, and at the end the count of all, int64 [parts + 1].
-        mask_dtype: of the masks to be written: float32 where any part has float32.
-        columns: names of the columns to be written.
-        places: of each part, the number of its file and how many rows of the file come before it, which are added to
+        paths: paths of the parts.
+        bounds: number of the first sequence of each part, then the total number, int64 [parts + 1].
+        mask_dtype: dtype of the masks to write: float32 if any part has float32.
+        columns: names of the columns to write.
+        places: for each part, the number of its file and the number of the file's rows before it, which are added to
             the column ``source``: uint32 [parts, 2].
-        weighted_by: name of the column that masks are multiplied by; None for none.
+        weighted_by: name of the column to multiply masks by; None for none.
         media: whether parts have images and audio.
     """
 
@@ -381,18 +381,18 @@ class PartsTable:
 class PartsReader(SequenceReader):
     """The sequences of all parts.
 
-    A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
-    opened at most once a window and read from its beginning to its end. Some parts stay open.
+    A plan takes sequences in any order, so most windows need data from most parts. Windows are therefore large, and
+    each part is opened at most once per window and read from beginning to end. Some parts stay open.
 
     Args:
-        table: where the sequences are.
-        names: of the input files, for errors.
+        table: location of the sequences.
+        names: names of the input files, for errors.
     """
 
     mask_alignment: MaskAlignment = "token"
 
     def __init__(self, table: PartsTable, names: Sequence[str] = ()) -> None:
-        # 3 to 10 bytes of memory a token, in each of two windows.
+        # 3 to 10 bytes of memory per token, in each of two windows.
         self.window_tokens = min(max(_TOKENS_PER_OPENED_PART * len(table.paths), 1 << 22), 1 << 24)
         self.mask_dtype = np.dtype(table.mask_dtype)
         self.stored_dtype = self.mask_dtype if table.weighted_by is None else np.dtype(np.float32)
@@ -400,14 +400,14 @@ class PartsReader(SequenceReader):
         self._open_parts: dict[int, Part] = {}
 
     def read(self, run: PlannedRun) -> GatheredCuts:
-        """As ``SequenceReader.read``, and the column ``pair`` where sequences are pairs."""
+        """See ``SequenceReader.read``. Adds the column ``pair`` if sequences are pairs."""
         gathered = super().read(run)
         if "pair" in self.table.columns:
             gathered.columns["pair"] = _pairs_of(run.sequences)
         return gathered
 
     def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
-        """As ``SequenceReader.media_of``."""
+        """See ``SequenceReader.media_of``."""
         if not self.table.media:
             return None
         order = np.argsort(sequences, kind="stable")
@@ -428,12 +428,12 @@ class PartsReader(SequenceReader):
     def weigh_by(
         self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
     ) -> None:
-        """As ``SequenceReader.weigh_by``; readers of the same ``table`` give these masks too."""
+        """See ``SequenceReader.weigh_by``. Readers of the same ``table`` return these masks, too."""
         super().weigh_by(column, sequences, lengths, per_token=per_token)
         self.table = replace(self.table, mask_dtype=self.mask_dtype.name, weighted_by=column)
 
     def place_of(self, sequence: int) -> str:
-        """The line of the input that a sequence was made from, where the parts know it."""
+        """Return the input line from which a sequence was made, if the parts have it."""
         part = int(np.searchsorted(self.table.bounds, sequence, "right")) - 1
         columns = self._part(part).columns
         if "source" not in columns:
@@ -442,14 +442,14 @@ class PartsReader(SequenceReader):
         return f"{self._names[file] if self._names else f'file {file}'}:{row + 1}"
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column of all sequences, [sequences] or [sequences, width]."""
+        """Return one column of all sequences, [sequences] or [sequences, width]."""
         if name == "pair":
             return _pairs_of(np.arange(self.table.bounds[-1]))
         parts = len(self.table.paths)
         return np.concatenate([self._values(name, number, self._part(number).columns[name]) for number in range(parts)])
 
     def _values(self, name: str, number: int, values: NDArray[Any]) -> NDArray[Any]:
-        """Rows of a column of a part, as they are written."""
+        """Return rows of a column of a part in the form to write."""
         return values + self.table.places[number] if name == "source" and self.table.places is not None else values
 
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
@@ -477,18 +477,18 @@ class PartsReader(SequenceReader):
 
 
 def _pairs_of(sequences: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The rows of the column ``pair`` of sequences with these numbers, uint32 [sequences, 2]."""
+    """Return the rows of the column ``pair`` for sequences with these numbers, uint32 [sequences, 2]."""
     return np.stack([sequences // 2, sequences % 2], 1).astype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
 class MadePart:
-    """What a task reports of a part.
+    """A task's report about a part.
 
     Attributes:
-        path: of the part; empty where a bad row prevented it.
-        info: what the part is made from, and counts.
-        lengths: tokens of each sequence, uint32 [sequences].
+        path: path of the part; empty if a bad row prevented it.
+        info: the source and counts of the part.
+        lengths: number of tokens of each sequence, uint32 [sequences].
         reused: whether an earlier job made it.
     """
 
@@ -498,33 +498,33 @@ class MadePart:
     reused: bool = False
 
     def reader(self, *, media: bool = False) -> PartsReader:
-        """Reads the sequences of this part alone, without columns; ``media`` as of ``PartsTable``."""
+        """Return a reader of the sequences of this part only, without columns. See ``PartsTable`` for ``media``."""
         bounds = np.array([0, len(self.lengths)])
         return PartsReader(PartsTable([self.path], bounds, self.info.mask_dtype, media=media))
 
 
 class PartsSoFar:
-    """The parts that a job has so far, in the order of the input, and what became of the rows in them.
+    """The parts of a job so far, in the order of the input, with the counts of their rows.
 
     Args:
         report: counts the rows.
-        on_bad_row: as of ``EncodingOptions``.
+        on_bad_row: see ``EncodingOptions``.
         log: takes lines for people.
-        files: how many files the input has.
-        max_rows: how many usable rows are taken, None for all; a row behind them is not looked at.
-        limit: how many rows may be skipped; None for no limit.
+        files: number of input files.
+        max_rows: maximum number of usable rows, None for all; rows after them are ignored.
+        limit: maximum number of skipped rows; None for no limit.
 
     Attributes:
         report: as given.
-        paths: of the parts.
-        lengths: of each, the tokens of each sequence, uint32 [sequences].
-        places: of each, the number of its file, and how many rows of that file are in parts before it.
-        lines: rows of each file, blank lines included.
-        mask_dtype: name of the dtype of their masks: float32 where any part has float32.
-        num_reused: how many of them an earlier job made.
-        num_pieces: how many pieces of input they are made from.
-        fingerprint: hash of the input that they are made from.
-        file_fingerprints: the same of each file.
+        paths: paths of the parts.
+        lengths: for each part, the number of tokens of each sequence, uint32 [sequences].
+        places: for each part, the number of its file, and the number of the file's rows in parts before it.
+        lines: number of rows of each file, including blank lines.
+        mask_dtype: name of the dtype of their masks: float32 if any part has float32.
+        num_reused: number of parts made by an earlier job.
+        num_pieces: number of input pieces in them.
+        fingerprint: hash of the input in them.
+        file_fingerprints: the same for each file.
     """
 
     def __init__(
@@ -554,10 +554,10 @@ class PartsSoFar:
             part: the part.
             name: the path of its file, for messages.
             file: number of its file.
-            first: what the numbers of its bad rows are counted from in that file.
+            first: offset of the numbers of its bad rows in that file.
 
         Raises:
-            SequenceError: it has a bad row, and none may be skipped; or a row that the options do not decide.
+            SequenceError: it has a bad row, and none may be skipped; or a row whose meaning the options do not define.
             TooManyBadRowsError: more rows are bad than the limit allows, however many good ones follow.
         """
         info = part.info
@@ -575,7 +575,7 @@ class PartsSoFar:
         for stream in (self.fingerprint, self.file_fingerprints[file]):
             stream.update(info.content.encode())
         self.num_pieces += len(info.pieces)
-        # The same text twice is one part, which the second of them did not make either.
+        # Two equal texts give one part. The second one did not make it either.
         self.num_reused += part.reused and part.path not in self._made
         self._made.add(part.path)
 
@@ -601,31 +601,31 @@ class PartsSoFar:
         report.skipped += info.skipped
 
     def require_few_bad_rows(self, name: str, *, at_end: bool = False) -> None:
-        """TooManyBadRowsError if the limit cannot be kept any more, or ``at_end`` of the input is not kept."""
+        """Raise TooManyBadRowsError if the limit is certain to be exceeded, or ``at_end`` of the input, is exceeded."""
         if self._limit is not None:
             skipped = self.report.skipped
-            # With --max-rows, there are never more rows than those and the bad ones.
+            # With --max-rows, the total is at most that number plus the bad rows.
             most = None if self._max_rows is None else self._max_rows + skipped
             self._limit.require(self.report, self.report.rows if at_end else most, name)
 
     @property
     def has_enough(self) -> bool:
-        """Whether ``max_rows`` usable rows are there."""
+        """Whether there are ``max_rows`` usable rows."""
         return self.missing == 0
 
     @property
     def missing(self) -> int | None:
-        """How many usable rows are yet to come; None where all are taken."""
+        """The number of usable rows that are still missing; None if all are taken."""
         usable = self.report.rows - self.report.skipped
         return None if self._max_rows is None else max(self._max_rows - usable, 0)
 
     @property
     def notes(self) -> dict[str, int]:
-        """Counts by name, but for those of 0."""
+        """Counts by name, without zeros."""
         return {name: count for name, count in sorted(self._notes.items()) if count}
 
     def reader(self, columns: Collection[str] = (), names: Sequence[str] = (), *, media: bool = False) -> PartsReader:
-        """Reads the sequences of all parts, with these columns; ``names`` are those of the input files, for errors."""
+        """Return a reader of all sequences with these columns; ``names`` are the input files' names, for errors."""
         places = np.array(self.places, np.uint32).reshape(-1, 2)
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
         table = PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places, media=media)
@@ -637,14 +637,14 @@ class PartsSoFar:
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """What all tasks of a job that make parts have in common; picklable.
+    """The common settings of all tasks of a job that make parts; picklable.
 
     Attributes:
-        folder: of the parts.
+        folder: folder of the parts.
         encoding: how rows become sequences; paths in it are absolute.
-        digest: of the encoder of the job's own process, which the encoder of each task must equal.
-        cutting: how the input is cut.
-        max_rows: how many usable rows are taken of a part at most; None for all.
+        digest: digest of the encoder in the job's process, which the encoder of each task must match.
+        cutting: how the input is divided.
+        max_rows: maximum number of usable rows from a part; None for all.
     """
 
     folder: str
@@ -654,19 +654,19 @@ class PartSettings:
     max_rows: int | None = None
 
 
-# The encoder of this process, and the options it was made from.
+# The encoder of this process, and its options.
 _encoder: tuple[EncodingOptions, RowEncoder] | None = None
 
 
 def remember_encoder(options: EncodingOptions | None, encoder: RowEncoder | None = None) -> None:
-    """Keep an encoder for the tasks of this process that have the same options; None forgets the one that is kept."""
+    """Keep an encoder for tasks of this process with the same options; None drops the current one."""
     global _encoder  # noqa: PLW0603
     _encoder = None if options is None or encoder is None else (options, encoder)
 
 
 def _encoder_of(options: EncodingOptions) -> RowEncoder:
-    """The encoder of this process, made where the one that is kept has other options."""
-    kept = _encoder  # another thread may run a job of its own
+    """Return the encoder of this process; make a new one if the options differ."""
+    kept = _encoder  # another thread may be running another job
     if kept is None or kept[0] != options:
         remember_encoder(None)  # frees its memory first
         kept = options, RowEncoder(options)
@@ -677,26 +677,26 @@ def _encoder_of(options: EncodingOptions) -> RowEncoder:
 def encode_piece(
     options: EncodingOptions, piece: Piece, path: str, file: int = 0, max_rows: int | None = None
 ) -> EncodedPiece:
-    """Encode the rows of one piece by the encoder of this process, without the files of its images and audio.
+    """Encode the rows of one piece with this process's encoder, without the files of its images and audio.
 
-    ``path`` is where the file of the piece lies; the rest is as of ``RowEncoder.encode``.
+    ``path`` is the location of the piece's file. See ``RowEncoder.encode`` for the rest.
     """
     encoder = _encoder_of(options)
     return encoder.encode(piece, file, max_rows, encoder.media_of(path))
 
 
 def encode_to_part(options: EncodingOptions, piece: Piece, path: str, part_path: str) -> MadePart:
-    """Encode the rows of one piece by the encoder of this process, and write them to a part, with images and audio.
+    """Encode the rows of one piece with this process's encoder, and write them to a part, with images and audio.
 
     Args:
         options: how rows become sequences.
         piece: the rows.
-        path: where the file of the piece lies.
-        part_path: of the part; its folder must exist.
+        path: location of the piece's file.
+        part_path: path of the part; its folder must exist.
 
     Raises:
-        DifferentIdsError: as of ``RowEncoder.encode``.
-        OSError: of the file system.
+        DifferentIdsError: see ``RowEncoder.encode``.
+        OSError: an error of the file system.
     """
     encoder, info = _encoder_of(options), PartInfo("", [])
     with _collected_files(options, os.path.dirname(part_path)) as blobs:
@@ -707,7 +707,7 @@ def encode_to_part(options: EncodingOptions, piece: Piece, path: str, part_path:
 
 @contextlib.contextmanager
 def _collected_files(options: EncodingOptions, folder: str) -> Iterator[SpilledBlobs | None]:
-    """Where the files of images and audio are kept until their part is written; None if no processor expands any."""
+    """Provide the storage for images and audio until their part is written; None if no processor expands any."""
     if options.processor is None:
         yield None
     else:
@@ -716,7 +716,7 @@ def _collected_files(options: EncodingOptions, folder: str) -> Iterator[SpilledB
 
 
 def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
-    """The task that tokenises a stretch: make its part, or the parts of a whole file; earlier ones are used again."""
+    """The task that tokenises a stretch: make its part, or the parts of a whole file, or reuse existing ones."""
     pieces = read_pieces(stretch, settings.cutting)
     made: list[MadePart] = []
     is_whole_file = stretch.nbytes is None and not stretch.dealt
@@ -731,7 +731,7 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
 
 
 def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> MadePart:
-    """Part ``number`` of a stretch again, which holds more rows than the job still takes, ``settings.max_rows``."""
+    """Make part ``number`` of a stretch again: it has more rows than the job still takes, ``settings.max_rows``."""
     first, pieces = number * settings.cutting.pieces, read_pieces(stretch, settings.cutting)
     group = list(islice(pieces, first, first + settings.cutting.pieces))
     with _counted_from(stretch):
@@ -740,7 +740,7 @@ def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> Mad
 
 @contextlib.contextmanager
 def _counted_from(stretch: Stretch) -> Iterator[None]:
-    """Let errors that name a row say where its number is counted from, if that is not the beginning of the file."""
+    """Add the start of the row numbering to errors, if that is not the beginning of the file."""
     try:
         yield
     except DifferentIdsError as error:
@@ -750,13 +750,13 @@ def _counted_from(stretch: Stretch) -> Iterator[None]:
 
 
 def part_name(info: PartInfo, weight: float) -> str:
-    """The name of a part: a digest of its options, its pieces, the weight of its file, and ``max_rows``."""
+    """Return the name of a part: a digest of its options, its pieces, the weight of its file, and ``max_rows``."""
     parts = [_VERSIONED_MAGIC.hex(), info.options, repr(weight), repr(info.max_rows), *info.pieces]
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode()) + _SUFFIX
 
 
 def _earlier_part(folder: str, info: PartInfo, weight: float, max_rows: int | None) -> MadePart | None:
-    """The part of these pieces that an earlier job, or another attempt, made; None if there is none to be used."""
+    """Return the part of these pieces made by an earlier job or attempt; None if there is no usable one."""
     for rows in dict.fromkeys((None, max_rows)):
         path = os.path.join(folder, part_name(replace(info, max_rows=rows), weight))
         with contextlib.suppress(FileNotFoundError, FormatError):
@@ -769,7 +769,7 @@ def _earlier_part(folder: str, info: PartInfo, weight: float, max_rows: int | No
 
 
 def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) -> MadePart:
-    """The part of these pieces of a stretch: an earlier one, if there is one, or a new one."""
+    """Return the part of these pieces of a stretch, reused or new."""
     info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
     weights, file, path = settings.encoding.loss_weights, stretch.number, stretch.file.path
     weight = weights[file] if weights else 1.0
@@ -798,7 +798,7 @@ def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) ->
 def _encode_pieces(
     settings: PartSettings, info: PartInfo, pieces: Sequence[Piece], file: int, path: str, blobs: SpilledBlobs | None
 ) -> list[EncodedPiece]:
-    """Encode the pieces of a part, up to a row that ends it. ``info`` counts rows, ``blobs`` takes their files."""
+    """Encode the pieces of a part, up to a row that ends it. ``info`` counts rows, ``blobs`` collects their files."""
     encoder, encoded = _encoder_of(settings.encoding), list[EncodedPiece]()
     for piece in pieces:
         missing = None if settings.max_rows is None else settings.max_rows - info.usable
@@ -817,7 +817,7 @@ def _encode_pieces(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Hold Python's garbage collector back: it would walk thousands of a batch's objects, and rows make no cycles."""
+    """Disable Python's garbage collector: it would traverse thousands of objects per batch, and rows have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Images and audio of the rows of one piece: read, looked at, and collected, each file once."""
+"""Images and audio of the rows of one piece: read, check and collect them, each file once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash
 
-# How many sizes of files are remembered, so that a file which many rows show is decoded once.
+# Number of file sizes to cache, so that a file used in many rows is decoded once.
 _MOST_SIZES = 1 << 16
 
 
 class MediaSizes(dict[tuple[Kind, bytes], tuple[int, int]]):
-    """Sizes (``LoadedMedia.size``) of files by their kinds and hashes, of the last ones that were looked at."""
+    """Cache of file sizes (``LoadedMedia.size``) by kind and hash, for the most recent files."""
 
     def remember(self, key: tuple[Kind, bytes], size: tuple[int, int]) -> None:
-        """Remember a size."""
+        """Add a size."""
         if len(self) >= _MOST_SIZES:
             self.clear()
         self[key] = size
@@ -32,10 +32,10 @@ class PieceMedia:
     """Reads the images and audio of a piece.
 
     Args:
-        path: of the file that the piece is of, from whose folder paths are taken if ``limits`` name none.
-        limits: what is read, and from where.
-        blobs: takes the encoded files.
-        sizes: of files that were looked at before; more are added.
+        path: path of the piece's file; relative paths start in its folder, unless ``limits`` has another one.
+        limits: limits and sources.
+        blobs: collects the encoded files.
+        sizes: sizes of known files; new ones are added.
     """
 
     def __init__(self, path: str, limits: MediaLimits, blobs: CollectedBlobs, sizes: MediaSizes) -> None:
@@ -45,19 +45,19 @@ class PieceMedia:
 
     @property
     def digest(self) -> str:
-        """Hash of the files of all rows that were read, in order, in hex; empty without any.
+        """Hash of the files of all rows read so far, in order, in hex; empty without any.
 
-        A file that cannot be read counts as such; of one that has to be downloaded, its URL counts.
+        An unreadable file counts as such. For a file to download, its URL counts.
         """
         return self._stream.hex() if self._num_read else ""
 
     def load(self, conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[list[LoadedMedia]]]:
-        """Conversations of a row as templates get them, and the images and recordings of each.
+        """Return the conversations of a row in the form for templates, and the images and recordings of each.
 
-        RowError: one cannot be read.
+        RowError: one is unreadable.
         """
         taken = [taken_media(conversation.messages) for conversation in conversations]
-        # All are read, also behind a bad one: the digest covers the row.
+        # All are read, even after a bad one, because the digest covers the row.
         found = {key: self._loaded(file) for key, file in _each_once(taken).items()}
         loaded: dict[int, LoadedMedia] = {}
         for key, each in found.items():
@@ -68,7 +68,7 @@ class PieceMedia:
         return plain, [[loaded[id(file)] for file in files] for _, files in taken]
 
     def note(self, conversations: Sequence[Conversation]) -> None:
-        """Add the files of a row to the digest, and nothing else; none is downloaded."""
+        """Only add the files of a row to the digest. Nothing is downloaded."""
         for file in _each_once([taken_media(conversation.messages) for conversation in conversations]).values():
             if isinstance(file.given, str) and is_url(file.given):
                 self._count(file, b"")
@@ -81,7 +81,7 @@ class PieceMedia:
         self._stream.update(blob_hash(str(file.given).encode()) if is_elsewhere else hashed)
 
     def _read(self, file: MediaFile) -> tuple[bytes, bytes] | RowError:
-        """A file and its hash, or why it cannot be read."""
+        """Return a file and its hash, or why it is unreadable."""
         try:
             data = read_media(file, self._limits, self._folder)
         except RowError as error:
@@ -106,12 +106,12 @@ class PieceMedia:
 
 
 def _each_once(taken: Sequence[tuple[object, Sequence[MediaFile]]]) -> dict[int, MediaFile]:
-    """The files of a row by their identity: the answers of a pair share those of the prompt."""
+    """Return the files of a row by object identity: the answers of a pair share the files of the prompt."""
     return {id(file): file for _, files in taken for file in files}
 
 
 def _folder_of(path: str) -> str | None:
-    """Where paths of a file's rows begin; None of a file in a store. Rows of a program begin at the current folder."""
+    """Return the folder for relative paths in a file's rows: None for remote files, the current one for programs."""
     if is_remote(path):
         return None
     return os.getcwd() if is_passed(path) else os.path.dirname(os.path.abspath(path))

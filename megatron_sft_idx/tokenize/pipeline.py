@@ -1,4 +1,4 @@
-"""A job from its input to published shards, on this machine or on a cluster, with the same bytes.
+"""A job from its input to published shards, on this machine or on a cluster, with the same result.
 
 ::
 
@@ -8,7 +8,8 @@
     share the plan out             ->   gather an output shard          <-  parts
                                                                         ->  five files a shard
 
-A task writes a part whole or not at all. So a task may run twice, and a job uses the parts of an interrupted one.
+A task writes a part completely or not at all. So a task may run twice, and a job reuses the parts of an interrupted
+one.
 """
 
 from __future__ import annotations
@@ -63,26 +64,26 @@ from megatron_sft_idx.tokenize.row_files import compare_libraries, look_at_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
 _AGAIN = "run the same command again to go on with them"
-# Errors of a full disk: the parts of the job are removed, whose space others may need.
+# Errors of a full disk: the parts of the job are removed, because others may need the space.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_shards(
     options: PreprocessOptions, log: Callable[[str], None] = lambda line: None, *, published: str = ""
 ) -> Summary:
-    """Make packed shards as ``options`` say; ``log`` takes lines for people.
+    """Make packed shards according to ``options``; ``log`` takes lines for people.
 
-    A later job with the same input and encoding uses the parts of one that was interrupted.
+    A later job with the same input and encoding reuses the parts of an interrupted one.
 
     Args:
-        options: of the job.
+        options: options of the job.
         log: takes lines for people.
-        published: the prefix that the shards are uploaded to; "" if they stay where they are built. Shards of this very
-            job that are there are not made again.
+        published: the prefix to which the shards are uploaded; "" if they stay local. Existing shards of this same job
+            are not made again.
 
     Raises:
-        SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not go.
-        OSError: of the file system.
+        SFTIndexError: an input, a row or an option is unusable, or files at the prefix may not be removed.
+        OSError: an error of the file system.
     """
     seconds: dict[str, float] = {}
     try:
@@ -93,7 +94,7 @@ def make_shards(
                 look_at_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
-                    # Workers import their modules while this process goes on.
+                    # Workers import their modules while this process continues.
                     workers = available_cpus() if options.workers is None else options.workers
                     local = stack.enter_context(Local(workers))
                 job = Job(options, files, RowEncoder(options.encoding_of(files)), Cutting.of(files), log)
@@ -130,7 +131,7 @@ def make_shards(
 def _make(
     job: Job, building: Building, start_engine: Callable[[], Local | Cluster], seconds: dict[str, float]
 ) -> tuple[list[Header], CorpusReport]:
-    """Tokenise, or take the corpus that an earlier job kept; then pack. Headers of the shards, and counts of rows."""
+    """Tokenise, or use the corpus of an earlier job; then pack. Return headers of the shards, and counts of rows."""
     options = job.options
     on_bad_row, max_rows = options.encoding.on_bad_row, options.max_rows
     limit = options.max_bad_rows
@@ -163,7 +164,7 @@ def _make(
 
 
 def _require_few_bad_rows(options: PreprocessOptions, report: CorpusReport) -> None:
-    """TooManyBadRowsError where an earlier job skipped more rows than this one may."""
+    """Raise TooManyBadRowsError if an earlier job skipped more rows than this one may."""
     if options.max_bad_rows is not None:
         options.max_bad_rows.require(report, report.rows, options.prefix)
 
@@ -179,12 +180,12 @@ def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[stage] = time.monotonic() - start
 
 
-# ---- what a later job can use ----
+# ---- reuse by a later job ----
 
 
 @contextlib.contextmanager
 def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[None]:
-    """Where the block fails, keep the parts if a later job can use them, and log where they are; else remove them.
+    """If the block fails, keep the parts if a later job can use them, and log their location; else remove them.
 
     Those of an earlier job stay, unless the disk is full.
     """
@@ -203,7 +204,7 @@ def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[No
 
 @contextlib.contextmanager
 def _corpus_kept(job: Job, building: Building) -> Iterator[None]:
-    """Where the block fails, log where the tokenised sequences are."""
+    """If the block fails, log the location of the tokenised sequences."""
     try:
         yield
     except BaseException:
@@ -218,21 +219,21 @@ def _corpus_kept(job: Job, building: Building) -> Iterator[None]:
 
 
 def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: PartsSoFar) -> None:
-    """Make a part of each stretch of the input, or use that of an interrupted job.
+    """Make a part of each stretch of the input, or reuse that of an interrupted job.
 
     Raises:
-        SequenceError: a row cannot be used, and none may be skipped.
-        TooManyBadRowsError: more rows cannot be used than the job may skip.
+        SequenceError: a row is unusable, and none may be skipped.
+        TooManyBadRowsError: more rows are unusable than the job may skip.
         FormatError: the input has no usable row.
     """
     options, report = job.options, parts.report
     os.makedirs(building.parts, exist_ok=True)
-    # Tasks on other machines find the tokenizer by its whole path.
+    # As an absolute path, so that tasks on other machines find the tokenizer.
     encoding = replace(job.encoder.options, tokenizer=os.path.abspath(job.encoder.options.tokenizer))
     folder = os.path.abspath(building.parts)
     shared = PartSettings(folder, encoding, job.encoder.digest, job.cutting, options.max_rows)
     remember_encoder(encoding, job.encoder)
-    pending: deque[Stretch] = deque()  # those whose parts are not there yet
+    pending: deque[Stretch] = deque()  # stretches whose parts are not finished yet
 
     def stretches() -> Iterator[Stretch]:
         readers = engine.workers if isinstance(engine, Cluster) else 0
@@ -277,7 +278,7 @@ def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: Part
 
 
 def _columns(job: Job, parts: PartsSoFar) -> dict[str, ColumnSpec]:
-    """The columns that shards will have."""
+    """Return the columns of the shards."""
     names = shortest_names([file.path for file in job.files])
     files = [
         {"name": name, "fingerprint": fingerprint.hex()}
@@ -287,7 +288,7 @@ def _columns(job: Job, parts: PartsSoFar) -> dict[str, ColumnSpec]:
 
 
 def _to_pack(job: Job, parts: PartsSoFar) -> ToPack:
-    """The sequences of all parts, and which of them are packed."""
+    """Return the sequences of all parts, and which of them to pack."""
     options, selection = job.options, job.options.packing.selection
     sources: dict[str, Any] = {"fingerprint": parts.fingerprint.hex()}
     sources |= {"rows": parts.report.rows, "skipped": parts.report.skipped}
@@ -295,7 +296,7 @@ def _to_pack(job: Job, parts: PartsSoFar) -> ToPack:
         sources["pieces"] = parts.num_pieces
     columns = _columns(job, parts)
     sequences = ToPack.of_parts(parts, job.encoder, options.prefix, sources, columns=columns)
-    if options.keep_corpus:  # which has all sequences
+    if options.keep_corpus:  # the corpus has all sequences
         return sequences
     reader = sequences.reader
     assert isinstance(reader, PartsReader)
@@ -312,7 +313,7 @@ def _to_pack(job: Job, parts: PartsSoFar) -> ToPack:
 
 
 def _join(job: Job, sequences: ToPack) -> None:
-    """Write the corpus: packs of one sequence or pair, in the order of the input."""
+    """Write the corpus: packs of one sequence or pair each, in the order of the input."""
     numbers, per_pack = np.arange(len(sequences.lengths) + 1), 1 if sequences.groups is None else 2
     longest, interval = per_pack * int(sequences.lengths.max()), job.options.log_interval
     run = PlannedRun(numbers[::per_pack], numbers[:-1], None, sequences.lengths.astype(np.uint32), longest)

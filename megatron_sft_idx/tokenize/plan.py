@@ -1,7 +1,7 @@
-"""The plan of a job: how sequences are cut, and which pack each cut goes into, before anything is written.
+"""The plan of a job: how sequences are cut, and the pack of each cut, determined before anything is written.
 
-A plan knows sequences by numbers alone: those of all parts are counted in the order of the input, those of a shard in
-its order. Each is token ids, a mask, and values in columns, which a ``SequenceReader`` gives.
+A plan refers to sequences by number: those of all parts are counted in the order of the input, those of a shard in its
+order. Each has token ids, a mask, and values in columns, which a ``SequenceReader`` returns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_sft_idx.tokenize.selection import Selection
 PackingMethod: TypeAlias = Literal[Method, "none"]
 Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 
-# Images and audio of the sequences of some numbers, in this order.
+# Returns images and audio of the sequences with these numbers, in this order.
 MediaOf: TypeAlias = Callable[[NDArray[np.int64]], "RunMedia | None"]
-# Options that headers have only where they are set.
+# Options that headers only have if they are set.
 _IF_SET = ("selection", "where", "loss_weight_column")
 # A mask is summed in windows of about this many tokens, 8 bytes of memory each.
 _SUMMED_TOKENS = 1 << 20
@@ -39,20 +39,20 @@ class PackOptions:
     """How sequences become packs.
 
     Attributes:
-        capacity: how many token positions a pack may hold.
-        method: of ``pack_sequences``, or ``none`` for one sequence or pair a pack in the order of the input.
-        effort: of ``pack_sequences``.
-        overlong: what becomes of sequences longer than the capacity.
+        capacity: maximum number of token positions in a pack.
+        method: method of ``pack_sequences``, or ``none`` for one sequence or pair per pack in the order of the input.
+        effort: see ``pack_sequences``.
+        overlong: what to do with sequences longer than the capacity.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
-        max_sequences_per_pack: None for no limit.
-        seed: of every shuffle and lot.
-        selection: of rows and sequences; None takes all.
-        where: conditions on columns that all hold for the sequences that are packed, such as ``score >= 0.5``.
-        loss_weight_column: name of a column that loss masks are multiplied by; None for none.
+        max_sequences_per_pack: maximum number of sequences in a pack; None for no limit.
+        seed: seed of every shuffle and random selection.
+        selection: selection of rows and sequences; None takes all.
+        where: conditions on columns, such as ``score >= 0.5``, all of which must hold for a sequence to be packed.
+        loss_weight_column: name of a column to multiply loss masks by; None for none.
 
     Raises:
-        FormatError: an option is none of its choices or out of range, no sequence would fit a pack, ``effort`` does
-            not go with ``method``, or a condition cannot be read.
+        FormatError: an option is invalid or out of range, no sequence would fit in a pack, ``effort`` cannot be
+            combined with ``method``, or a condition is invalid.
     """
 
     capacity: int
@@ -78,30 +78,30 @@ class PackOptions:
             raise FormatError(f"--packing-effort high goes with --packing auto, not {self.method}: leave one out")
 
     def describe(self) -> dict[str, Any]:
-        """All attributes for headers; those that choose or weigh sequences only where they do."""
+        """Return all attributes for headers; those that select or weight sequences only if they are set."""
         described = asdict(self) | {"where": [*self.where]}
         return {name: value for name, value in described.items() if name not in _IF_SET or value}
 
     def by_name(self) -> dict[str, Any]:
-        """As ``describe``, with None for what it leaves out."""
+        """Like ``describe``, with None for omitted attributes."""
         return dict.fromkeys(_IF_SET) | self.describe()
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits a pack after rounding up."""
+        """Number of tokens of the longest sequence that fits in a pack after rounding up."""
         return self.capacity // self.sequence_multiple * self.sequence_multiple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
-    """Consecutive packs of a plan, and the cuts in them; a cut is a whole sequence or consecutive tokens of one.
+    """Consecutive packs of a plan, and their cuts. A cut is a whole sequence or consecutive tokens of one.
 
     Attributes:
         offsets: pack ``p`` holds the cuts ``[offsets[p], offsets[p + 1])``, int64 [packs + 1].
-        sequences: number of the sequence that each cut is of, int64 [cuts].
-        begins: where in that sequence each cut begins, in tokens, int64 [cuts]; None where all begin at 0.
-        lengths: tokens of each cut, uint32 or int64 [cuts].
-        longest: no pack has more tokens.
+        sequences: number of each cut's sequence, int64 [cuts].
+        begins: start of each cut in its sequence, in tokens, int64 [cuts]; None if all begin at 0.
+        lengths: number of tokens of each cut, uint32 or int64 [cuts].
+        longest: maximum number of tokens in a pack.
     """
 
     offsets: NDArray[np.int64]
@@ -111,27 +111,27 @@ class PlannedRun:
     longest: int
 
     def window(self, first: int, last: int) -> PlannedRun:
-        """The packs from ``first`` to before ``last``."""
+        """Return the packs from ``first`` up to ``last`` (exclusive)."""
         offsets = self.offsets[first : last + 1]
         cuts = slice(int(offsets[0]), int(offsets[-1]))
         begins = None if self.begins is None else self.begins[cuts]
         return PlannedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
 
 
-# ---- what reads the sequences of a plan ----
+# ---- readers of the sequences of a plan ----
 
 
 class FileSequences(NamedTuple):
-    """The n sequences of a request that lie in one file, ascending by number.
+    """The n sequences of a request that are in one file, ascending by number.
 
     Attributes:
-        path: of the file.
-        indices: their places in the request, int64 [n]. Of a request for sequences 7, 900 and 5, where 900 lies in
+        path: path of the file.
+        indices: their positions in the request, int64 [n]. For a request for sequences 7, 900 and 5, where 900 is in
             another file, they are [2, 0].
-        starts, lengths: where each sequence begins among the tokens of the file, and its number of tokens, [n].
-        ids, mask: of all tokens of the file.
+        starts, lengths: start of each sequence among the tokens of the file, and its number of tokens, [n].
+        ids, mask: those of all tokens of the file.
         columns: values of each sequence, by name, [n] or [n, width].
-        weights: what masks are multiplied by; None for nothing.
+        weights: weights for the masks; None for none.
     """
 
     path: str
@@ -145,12 +145,12 @@ class FileSequences(NamedTuple):
 
 
 class GatheredCuts(NamedTuple):
-    """The cuts of some packs, in order.
+    """The cuts of several packs, in order.
 
     Attributes:
-        ids, mask: of the tokens of all cuts, end to end [tokens].
-        columns: by name, a row for each cut or token.
-        media: images and audio of each cut; None where there are none.
+        ids, mask: those of all cuts, concatenated [tokens].
+        columns: by name, one row per cut or token.
+        media: images and audio of each cut; None if there are none.
     """
 
     ids: NDArray[Any]
@@ -163,10 +163,10 @@ class SequenceReader(ABC):
     """Reads sequences by their numbers.
 
     Attributes:
-        mask_alignment, mask_dtype: of the masks that ``read`` gives.
-        stored_dtype: of the masks before they are weighted; that of the masks in files, or a wider one.
-        window_tokens: about how many tokens to read at a time.
-        weighted_by: name of the column that masks are multiplied by; None for none.
+        mask_alignment, mask_dtype: those of the masks returned by ``read``.
+        stored_dtype: dtype of the masks before weighting; that of the masks in files, or a wider one.
+        window_tokens: approximate number of tokens to read at a time.
+        weighted_by: name of the column to multiply masks by; None for none.
     """
 
     mask_alignment: MaskAlignment
@@ -177,18 +177,18 @@ class SequenceReader(ABC):
 
     @abstractmethod
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
-        """The sequences of these numbers, in any order and some more than once, file by file."""
+        """Yield the sequences with these numbers (in any order, with repetitions) file by file."""
 
     def place_of(self, sequence: int) -> str:
-        """What errors call a sequence."""
+        """Return the name of a sequence in errors."""
         return f"sequence {sequence}"
 
     def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
-        """Images and audio of the sequences of these numbers, in this order; None where none of all has any."""
+        """Return images and audio of the sequences with these numbers, in this order; None if no sequence has any."""
         return None
 
     def read(self, run: PlannedRun) -> GatheredCuts:
-        """What packs are made of; images and audio too."""
+        """Return the contents of packs, including images and audio."""
         ids, mask, weights, columns = self._gather(run)
         if weights is not None:
             mask = weighted(mask, weights)
@@ -199,16 +199,16 @@ class SequenceReader(ABC):
     def weigh_by(
         self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
     ) -> None:
-        """Multiply masks by a column from now on. ``mask_dtype`` becomes uint8 if only 0 and 1 come of it.
+        """Multiply masks by a column from now on. ``mask_dtype`` becomes uint8 if the results are only 0 and 1.
 
         Args:
-            column: its name.
+            column: name of the column.
             sequences: numbers of the sequences that will be read.
-            lengths: tokens of each of them.
-            per_token: whether the column has a row for each token.
+            lengths: number of tokens of each of them.
+            per_token: whether the column has one row per token.
 
         Raises:
-            FormatError: a value is negative or not finite, or float32 does not hold a product.
+            FormatError: a value is negative or not finite, or a product does not fit in float32.
         """
         self.weighted_by, ends, first, only_flags = column, np.cumsum(lengths), 0, True
         while first < len(sequences):
@@ -235,7 +235,7 @@ class SequenceReader(ABC):
     def _gather(
         self, run: PlannedRun, *, masks_alone: bool = False
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, dict[str, NDArray[Any]]]:
-        """As ``read``, with masks that are not weighted, and weights of each of their values; None for no weights."""
+        """Do the same as ``read``, with unweighted masks, and with weights for each of their values, or None."""
         cuts, lengths = len(run.sequences), run.lengths.astype(np.int64)
         begins = np.zeros(cuts, np.int64) if run.begins is None else run.begins
         ends = np.cumsum(lengths)
@@ -262,13 +262,13 @@ class SequenceReader(ABC):
     def count_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.int64]:
-        """How many tokens of each stretch are trained on, int64 [stretches].
+        """Return the number of trained tokens in each stretch, int64 [stretches].
 
-        A stretch is ``lengths`` tokens of a sequence from ``begins`` on, which is 1 or more: nothing predicts the first
-        token of a sequence.
+        A stretch is ``lengths`` tokens of a sequence from ``begins`` on. ``begins`` is at least 1, because nothing
+        predicts the first token of a sequence.
         """
         counts = np.empty(len(sequences), np.int64)
-        # A mask of labels holds what is said of a token one position earlier.
+        # In a label-aligned mask, the value for a token is one position earlier.
         shift = self.mask_alignment == "label"
         for file in self._by_file(sequences):
             starts = file.starts + begins[file.indices] - shift
@@ -288,7 +288,7 @@ class SequenceReader(ABC):
     def are_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
-        """Whether any token but the first, which nothing predicts, is trained on in each cut, bool [cuts].
+        """Return whether each cut has a trained token besides its first, which nothing predicts, bool [cuts].
 
         The cuts are given as in ``PlannedRun``.
         """
@@ -296,7 +296,7 @@ class SequenceReader(ABC):
 
 
 def changed_error(path: str) -> FormatError:
-    """The error about a file whose sequences are not those that were planned, and the remedy."""
+    """Return the error about a file whose sequences are not the planned ones, and the remedy."""
     return FormatError(f"{path}: changed since its lengths were read; run again, which makes it again")
 
 
@@ -305,12 +305,12 @@ def changed_error(path: str) -> FormatError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """A plan for all sequences, and what headers say of it.
+    """A plan for all sequences, and its metadata for headers.
 
     Attributes:
-        plan: as ``pack_sequences`` made it, in which cuts are numbered from 0 on.
+        plan: the plan from ``pack_sequences``, with cuts numbered from 0 on.
         run: all packs.
-        metadata: for headers: options, counts of selected rows, and what became of overlong sequences.
+        metadata: for headers: options, counts of selected rows, and what was done with overlong sequences.
     """
 
     plan: PackPlan
@@ -333,19 +333,19 @@ def plan_packs(
     """Plan all packs of a job at once, from the lengths of its sequences.
 
     Args:
-        lengths: tokens of each sequence, int64 [sequences].
-        options: how they are packed.
-        shards: each must get a pack at least.
-        name: what errors call the sequences.
+        lengths: number of tokens of each sequence, int64 [sequences].
+        options: options for packing.
+        shards: number of shards; each must get at least one pack.
+        name: name of the sequences in errors.
         groups: numbers of pairs, int64 [sequences]; sequences of a pair stay together, and are dropped together.
-        chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
+        chosen: numbers of the sequences to pack, int64, possibly with repetitions; None for all.
         selected: counts of selected rows, for headers.
-        reader: of the sequences, which tells what cuts and sequences train; None ignores ``drop_untrained``.
-        media: where images and audio of all sequences stand, if there is no reader that tells.
+        reader: reader of the sequences, for the trained tokens in cuts and sequences; None ignores ``drop_untrained``.
+        media: positions of images and audio of all sequences, if there is no reader for that.
 
     Raises:
-        SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: pairs would be torn, no sequence is left, or there are fewer packs than shards.
+        SequenceError: sequences are longer than the capacity, and must not be dropped, truncated or split.
+        FormatError: pairs would be separated, no sequence is left, or there are fewer packs than shards.
     """
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
@@ -399,7 +399,7 @@ def plan_packs(
 def chosen_where(
     numbers: NDArray[np.int64], kept: NDArray[np.bool_], options: PackOptions, name: str
 ) -> NDArray[np.int64]:
-    """The numbers of sequences for which the conditions of ``options`` hold, ``kept``; FormatError for none."""
+    """Return the numbers of sequences for which the conditions of ``options`` hold, ``kept``. FormatError: none."""
     chosen = numbers[kept[numbers]]
     if not len(chosen):
         conditions = " --where ".join(options.where)
@@ -408,7 +408,7 @@ def chosen_where(
 
 
 def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
-    """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments and errors as of it."""
+    """Return how many tokens ``plan_packs`` would pack, for sequences that are not pairs. Same arguments and errors."""
     cuts = _cut(lengths, _overlong(lengths, None, options, "lengths"), options)
     cuts, _ = _without_parted_media(cuts, lengths, reader.media_of, None)
     if options.selection is not None and options.selection.drop_untrained:
@@ -419,7 +419,7 @@ def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: Se
 def _overlong(
     lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, name: str
 ) -> NDArray[np.bool_]:
-    """Which sequences do not fit a pack, alone or with the other one of their pair; errors as of ``plan_packs``."""
+    """Return which sequences do not fit in a pack, alone or with their pair. See ``plan_packs`` for errors."""
     longest, multiple = options.longest_sequence, options.sequence_multiple
     positions, units, per_unit, remedies = lengths, "sequences", 1, "drop, truncate or split"
     if groups is not None:
@@ -446,10 +446,10 @@ def _overlong(
 def _without_parted_media(
     cuts: _Cuts, lengths: NDArray[np.int64], media_of: MediaOf | None, chosen: NDArray[np.int64] | None
 ) -> tuple[_Cuts, int]:
-    """The cuts without those of sequences that are cut inside an image or a recording, and how many these are.
+    """Drop the cuts of sequences that are cut inside an image or recording. Return the rest, and the number dropped.
 
-    Arguments as in ``plan_packs``, cuts before their sequences are those that were ``chosen``; ``media_of`` as of
-    ``SequenceReader``, None where there are none.
+    See ``plan_packs`` for arguments; without ``sequences``, cuts are of the ``chosen`` ones. ``media_of`` is that of
+    ``SequenceReader``, or None if there are none.
     """
     if media_of is None or not cuts.overlong:
         return cuts, 0
@@ -465,26 +465,26 @@ def _without_parted_media(
     whole = _Lost(parted, np.ones(len(parted), np.int64), lengths[parted] - 1)
     others = ~np.isin(cuts.lost.sequences, parted)
     lost = _Lost(*(np.append(each[others], more) for each, more in zip(cuts.lost, whole, strict=True)))
-    # What truncation had dropped of these sequences is among all of their tokens.
+    # The tokens already dropped by truncation are included in all tokens of these sequences.
     dropped = cuts.dropped_tokens + int(cuts.lengths[np.isin(cuts.numbers, parted)].sum())
     return cuts.only(kept)._replace(dropped_tokens=dropped, lost=lost), len(parted)
 
 
 def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None) -> NDArray[np.bool_]:
-    """Which cuts have a token to train on, bool [cuts]; if one answer of a pair has one, both count."""
+    """Return which cuts have a trained token, bool [cuts]. If one answer of a pair has one, both count."""
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     trains = reader.are_trained(cuts.numbers, begins, cuts.lengths)
     return trains if groups is None or not len(trains) else _of_groups(np.logical_or, trains, groups)
 
 
 def _of_groups(reduce: np.ufunc, values: NDArray[Any], groups: NDArray[np.integer[Any]]) -> NDArray[Any]:
-    """For each value, all values of its group reduced to one."""
+    """Return for each value the reduction of all values of its group."""
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
     return np.repeat(reduce.reduceat(values, starts), np.diff(starts, append=len(values)))
 
 
 class _Lost(NamedTuple):
-    """Stretches of tokens that a shard does not train on any more, as ``SequenceReader.count_trained`` takes them."""
+    """Stretches of tokens on which a shard no longer trains, in the form for ``SequenceReader.count_trained``."""
 
     sequences: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -495,15 +495,15 @@ _NOTHING_LOST = _Lost(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 class _Cuts(NamedTuple):
-    """The cuts to pack, each a whole sequence or consecutive tokens of one, and what cutting lost.
+    """The cuts to pack (whole sequences or consecutive tokens of one), and what cutting lost.
 
     Attributes:
-        lengths: tokens of each cut, [cuts].
-        sequences: number of the sequence that each cut is of, int64 [cuts]; None where cut ``i`` is of sequence ``i``.
-        begins: where in that sequence each cut begins, int64 [cuts]; None where all begin at 0.
-        overlong: how many sequences were longer than a pack.
-        dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
-        lost: tokens that are not stored, and those that begin a cut, which nothing predicts there.
+        lengths: number of tokens of each cut, [cuts].
+        sequences: number of each cut's sequence, int64 [cuts]; None if cut ``i`` belongs to sequence ``i``.
+        begins: start of each cut in its sequence, int64 [cuts]; None if all begin at 0.
+        overlong: number of sequences longer than a pack.
+        dropped_tokens: number of tokens of dropped sequences, and of truncated ones after their cut.
+        lost: tokens that are not stored, and first tokens of cuts, which nothing predicts there.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -515,11 +515,11 @@ class _Cuts(NamedTuple):
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """``sequences``, as an array in any case."""
+        """Return ``sequences``, always as an array."""
         return np.arange(len(self.lengths)) if self.sequences is None else self.sequences
 
     def only(self, which: NDArray[np.int64]) -> _Cuts:
-        """The cuts of these indices, in this order."""
+        """Return the cuts with these indices, in this order."""
         return self._replace(
             lengths=self.lengths[which],
             sequences=which if self.sequences is None else self.sequences[which],
@@ -528,7 +528,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], options: PackOptions) -> _Cuts:
-    """The cuts of all sequences, where those that are too long are dropped, truncated or split as the options say."""
+    """Return the cuts of all sequences. Too long ones are dropped, truncated or split according to the options."""
     longest, count = options.longest_sequence, int(long.sum())
     if not count:
         return _Cuts(lengths)

@@ -1,7 +1,7 @@
-"""Tasks on a Ray cluster: one that the user runs, or one that this command starts on this machine and stops again.
+"""Tasks on a Ray cluster: the user's cluster, or one that this command starts on this machine and stops again.
 
-Only stretches, lengths, counts and the plan pass through the driver, the process of the command. Parts and shards are
-on a file system that all nodes share. A task may run more than once.
+Only stretches, lengths, counts and the plan pass through the driver, which is the process of the command. Parts and
+shards are on a file system that all nodes share. A task may run more than once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_sft_idx.tokenize.local import WorkersDiedError, available_cpus
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 
-# Ray runs a task again when its process or node dies (spot machines do), and after an OSError, which shared file
-# systems have now and then; never after an error of this package, which tasks return.
+# Ray retries a task when its process or node dies (like spot machines), and after an OSError, which is common on shared
+# file systems; never after an error of this package, which tasks return.
 _MAX_RETRIES = 5
-# Tasks submitted for each processor, so that it need not wait for the driver; each costs the driver memory.
+# Number of submitted tasks per CPU, so that none waits for the driver; each costs the driver memory.
 _TASKS_A_CPU = 2
 # An address that only this machine reaches; Ray replaces 127.0.0.1 by one that other machines reach.
 _LOOPBACK = "127.0.0.2"
@@ -37,11 +37,11 @@ _own_token: list[str] = []
 
 
 def _returning_errors(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The function, but errors of this package are returned: Ray would retry what cannot succeed."""
+    """Wrap a function so that errors of this package are returned, because Ray would retry hopeless tasks."""
 
     @functools.wraps(function)
     def call(shared: Any, item: Any) -> Any:
-        # One task is one thread of work; the libraries below would start one a processor.
+        # One task uses one thread. The libraries below would start one per CPU.
         os.environ["RAYON_NUM_THREADS"] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
@@ -57,7 +57,7 @@ class Cluster:
 
     Args:
         ray: the module.
-        workers: how many tasks are submitted at a time.
+        workers: maximum number of submitted tasks.
     """
 
     def __init__(self, ray: Any, workers: int) -> None:
@@ -72,21 +72,21 @@ class Cluster:
         name_of: Callable[[Item], str],
         on_result: Callable[[Any], None] = lambda result: None,
     ) -> Generator[Any, None, None]:
-        """``function(shared, item)`` for every item, in order; arguments as of ``Local.map_in_order``.
+        """Return ``function(shared, item)`` for every item, in order. See ``Local.map_in_order`` for arguments.
 
         At most ``workers`` tasks are submitted at a time, and at most four times as many tasks and results held, so
-        that the driver's memory does not grow with the items. Closing the generator stops the tasks that run; the
-        caller must close it before the connection.
+        that the driver's memory does not grow with the number of items. Closing the generator stops the running tasks.
+        The caller must close it before the connection.
 
         Raises:
-            SFTIndexError: of a task, when its turn comes.
-            WorkersDiedError: a task's processes kept dying.
-            OSError: of a task, after retries.
+            SFTIndexError: an error of a task, when its turn comes.
+            WorkersDiedError: a task's processes died repeatedly.
+            OSError: an error of a task, after retries.
         """
         options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, "retry_exceptions": [OSError]}
         remote = self._ray.remote(**options)(_returning_errors(function))
         shared_reference, unread_items = self._ray.put(shared), iter(items)
-        # Of all tasks whose results were not taken yet: references in the order of the items, and names of the items,
+        # All tasks whose results were not taken yet: references in the order of the items, and names of the items,
         # which may themselves be large. Each task is running, or has an outcome.
         held: deque[Any] = deque()
         names: dict[Any, str] = {}
@@ -121,7 +121,7 @@ class Cluster:
                 self._ray.cancel(reference, force=True)
 
     def _outcome(self, reference: Any, name: str) -> Any:
-        """The result of a task, or the error to raise when its turn comes; ``name`` is that of its item."""
+        """Return the result of a task, or the error to raise when its turn comes; ``name`` is that of its item."""
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -140,16 +140,16 @@ class Cluster:
 def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], None]) -> Iterator[Cluster]:
     """Connect to a cluster, or start one for as long as the context lasts.
 
-    Ray's servers listen on every interface of the machine, and whoever reaches them can run code. So a cluster that is
-    started here demands a token that is drawn for it, and announces a loopback address only.
+    Ray's servers listen on every interface of the machine, and anyone who reaches them can run code. So a cluster
+    started here requires a new random token, and announces only a loopback address.
 
     Args:
-        address: as ``ray.init`` takes it; None starts a cluster on this machine.
-        workers: how many tasks run at once; None for as many as the cluster has processors.
+        address: address for ``ray.init``; None starts a cluster on this machine.
+        workers: maximum number of tasks that run in parallel; None for the number of CPUs of the cluster.
         log: takes lines for people.
 
     Raises:
-        SFTIndexError: Ray is not installed, the address does not answer, or this process is connected already.
+        SFTIndexError: Ray is not installed, the address does not respond, or this process is already connected.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
@@ -184,12 +184,12 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
             log(f"Ray: {len(ray.nodes())} nodes, {cpus} processors")
             yield Cluster(ray, workers if workers and address is not None else max(_TASKS_A_CPU * cpus, 2))
         finally:
-            # Stops the processes that init started, by their ids, and no others.
+            # Stops only the processes that init started, by their ids.
             ray.shutdown()
 
 
 def _token_variables() -> dict[str, str]:
-    """Environment variables by which a new cluster demands a token; none where the user's environment has its own."""
+    """Return environment variables that make a new cluster require a token; none if the user has set one."""
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return {}
     if not _own_token:
@@ -204,7 +204,7 @@ def _token_variables() -> dict[str, str]:
 
 @contextmanager
 def _sigterm_handler_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM in the end: ``ray.init`` sets one that ends the process without a message."""
+    """Restore the handler of SIGTERM at the end: ``ray.init`` sets one that ends the process without a message."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

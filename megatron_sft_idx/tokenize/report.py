@@ -1,4 +1,4 @@
-"""Counts of a job, for people and for programs: rows of the input, sequences, packs, seconds."""
+"""Counts of a job, for people and for programs: input rows, sequences, packs, seconds."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _NOTES = {
     "thinking_tags_kept": "answers with tags of reasoning behind their first, trained on all the same",
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
 }
-# What becomes of overlong sequences, and what trained tokens are lost to.
+# Texts for what is done with overlong sequences, and for how trained tokens are lost.
 _OVERLONG = {
     "drop": ("dropped", "dropping"),
     "truncate": ("truncated", "truncation"),
     "split": ("split", "splitting"),
 }
-# With the name of a field behind it.
+# Followed by the name of a field.
 _IGNORED = "ignored_field:"
-# The first key of the file, by which it is recognized.
+# The first key of the file, for recognizing it.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
 _MAX_SUMMARY_NBYTES = 1 << 26
@@ -64,19 +64,19 @@ _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
 def _said_of(note: str) -> str:
-    """What a note counts, in words."""
+    """Describe what a note counts."""
     if note.startswith(_IGNORED):
         return f"fields {note.removeprefix(_IGNORED)!r} left unread by --ignore-field"
     return _NOTES.get(note, note.replace("_", " "))
 
 
 def check_summary(path: str, prefix: str, *, overwrite: bool) -> None:
-    """FormatError where a summary of a shard cannot be written to this path; to be called before hours of work."""
+    """Raise FormatError if a summary cannot be written to this path. Call it before hours of work."""
     check_output(path, _KIND, overwrite=overwrite or _is_summary_of(path, prefix))
 
 
 def _is_summary_of(path: str, prefix: str) -> bool:
-    """Whether a summary of this very shard is here, which a command that is given again replaces."""
+    """Return whether there is a summary of this same shard, which a repeated command replaces."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if _KIND.recognize(path):
             content = json.loads(read_beginning(path, _MAX_SUMMARY_NBYTES))
@@ -86,15 +86,15 @@ def _is_summary_of(path: str, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """Counts of the rows of the input.
+    """Counts of the input rows.
 
     Attributes:
-        rows: rows read, bad ones included.
-        skipped: rows that could not be used.
+        rows: number of rows read, including bad ones.
+        skipped: number of unusable rows.
         bad_rows: messages of the first ten thousand of these.
         notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
-        reused: whether an earlier job had tokenised all of the input.
-        straddling: text of a token that is trained on and begins in a header; "" before one is met.
+        reused: whether an earlier job had tokenised the whole input.
+        straddling: text of a trained token that begins in a header; "" if there was none yet.
     """
 
     rows: int = 0
@@ -106,12 +106,12 @@ class CorpusReport:
 
     @classmethod
     def of(cls, header: Header) -> CorpusReport:
-        """The counts that the header of a corpus, or of a packed shard, holds."""
+        """Return the counts in the header of a corpus or packed shard."""
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
 
     def lines(self) -> list[str]:
-        """How many rows there are, and how many of them were skipped, in lines for people."""
+        """Return lines for people about the number of rows and of skipped rows."""
         reused = " (corpus reused: same input and options)" if self.reused else ""
         lines = [f"rows            {self.rows:,}{reused}"]
         if self.skipped:
@@ -119,31 +119,31 @@ class CorpusReport:
         return lines
 
     def no_usable_row(self, name: str) -> FormatError:
-        """The error about an input without a usable row, of the file or folder ``name``."""
+        """Return the error about an input without a usable row, for the file or folder ``name``."""
         return FormatError(f"{name}: no usable row in the input ({self.rows} rows, {self.skipped} skipped)")
 
 
 @dataclass(slots=True)
 class PackReport:
-    """Counts of the packs, and of the sequences in them.
+    """Counts of packs and their sequences.
 
     Attributes:
-        masked_packs: packs with no token to train on.
-        fill: tokens divided by packs times capacity.
+        masked_packs: number of packs without a trained token.
+        fill: number of tokens divided by packs times capacity.
         lower_bound: no packing has fewer packs.
-        longest: tokens of the longest pack.
-        most_sequences: sequences of the pack that has most of them.
+        longest: number of tokens of the longest pack.
+        most_sequences: largest number of sequences in one pack.
         method: the method whose plan was used.
-        overlong: sequences longer than the capacity.
-        overlong_choice: what became of them, ``drop``, ``truncate`` or ``split``; ``error`` where none may be.
-        dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
-        lost_trained_tokens: trained tokens lost to ``--overlong``: those of dropped sequences, those behind a cut, and
-            those that begin a cut, which nothing predicts there.
-        dropped_media_sequences: sequences that were dropped since a cut would part an image or a recording.
-        left_out: sequences that were left out by ``--where``.
-        selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
-        lost_columns: columns of the source that were left out, with leave.
-        found: all shards were there already.
+        overlong: number of sequences longer than the capacity.
+        overlong_choice: what was done with them, ``drop``, ``truncate`` or ``split``; ``error`` if none are allowed.
+        dropped_tokens: number of tokens of dropped sequences, and of truncated ones after their cut.
+        lost_trained_tokens: number of trained tokens lost to ``--overlong``: those of dropped sequences, those after a
+            cut, and first tokens of cuts, which nothing predicts there.
+        dropped_media_sequences: number of sequences dropped because a cut would divide an image or a recording.
+        left_out: number of sequences excluded by ``--where``.
+        selected: number of rows by result of the selection; sequences and tokens dropped because they train nothing.
+        lost_columns: columns of the source that were dropped with permission.
+        found: all shards already existed.
     """
 
     sequences: int
@@ -168,7 +168,7 @@ class PackReport:
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
-        """The counts that the headers of a job's shards hold."""
+        """Return the counts in the headers of a job's shards."""
         packing = headers[0].metadata["packing"]
         names = ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
         counts = {name: sum(getattr(header, f"num_{name}") for header in headers) for name in names}
@@ -189,7 +189,7 @@ class PackReport:
         )
 
     def describe_overlong(self) -> str:
-        """What became of sequences longer than the capacity, and what that lost; "" where there are none."""
+        """Describe what was done with sequences longer than the capacity, and what was lost; "" if there are none."""
         if not self.overlong:
             return ""
         done, way = _OVERLONG[self.overlong_choice]
@@ -203,18 +203,18 @@ class PackReport:
 
 @dataclass(slots=True)
 class Summary:
-    """Counts of one job or of one ``pack``, and seconds by stage.
+    """Counts of a job or of one ``pack`` command, and seconds by stage.
 
     Attributes:
-        prefix: of the packed shard.
-        capacity: of its packs.
-        corpus: counts of the input; None where only packing was done.
-        packing: counts of the packs to train on.
-        seconds: by stage.
+        prefix: prefix of the packed shard.
+        capacity: capacity of its packs.
+        corpus: counts of the input; None if only packing was done.
+        packing: counts of the training packs.
+        seconds: seconds by stage.
         found: an earlier job had finished; nothing was written.
-        shards: how many the packs are cut into.
-        options: by name, defaults included.
-        valid: counts of the packs to validate with; None where there are none.
+        shards: number of shards for the packs.
+        options: options by name, including defaults.
+        valid: counts of the validation packs; None if there are none.
     """
 
     prefix: str
@@ -231,18 +231,18 @@ class Summary:
         return joined(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes as values that JSON has."""
+        """Return all attributes as JSON values."""
         return asdict(self)
 
     def write(self, path: str, *, overwrite: bool = False) -> None:
-        """Write ``to_dict`` as JSON; an older summary of the same shard is replaced. Errors as of ``check_summary``."""
+        """Write ``to_dict`` as JSON, replacing an older summary of the same shard. See ``check_summary`` for errors."""
         text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
-        # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
+        # Paths may have bytes that are not UTF-8, for which JSON has an escape.
         may_replace = overwrite or _is_summary_of(path, self.prefix)
         write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=may_replace)
 
     def lines(self) -> list[str]:
-        """The summary in lines for people."""
+        """Return the summary as lines for people."""
         packing = self.packing
         share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
         which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""

@@ -1,7 +1,7 @@
-"""The files of the input: found, and looked at before the work begins.
+"""Find the input files, and check them before the work begins.
 
-A file of packs is no input: packs are read by ``convert`` and ``pack``. Rows with system messages behind answers, as
-in Megatron's ``--sft`` lines, need a decision for the whole input, which is asked for before anything is tokenised.
+A file of packs is not an input: packs are read by ``convert`` and ``pack``. Rows with system messages after answers, as
+in Megatron's ``--sft`` lines, need a decision for the whole input, which is required before anything is tokenised.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
 
-# What is looked at before the work begins.
+# Amount of input to check before the work begins.
 _FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 2 << 20
 _PIECE_NBYTES = 1 << 18
-# Rows whose fields are listed where a path is in no row.
+# Number of rows whose fields are listed if no row has a path.
 _LISTED_ROWS = 100
 
 
 def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
-    """The files that paths, globs and ``save_to_disk`` folders stand for.
+    """Return the files for paths, globs and ``save_to_disk`` folders.
 
     Raises:
-        FormatError: as of ``expand_inputs``; or a file holds packs that this package wrote.
+        FormatError: see ``expand_inputs``; or a file has packs written by this package.
     """
     files = expand_inputs(patterns)
     for file in files:
@@ -53,14 +53,14 @@ def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
 
 def _holds_packs(file: InputFile) -> bool:
     if file.kind == "lines":
-        # Lines without a file that convert could read are read as rows, which they can be: their masks are of tokens.
+        # Single lines that convert could read are read as rows, which is possible: their masks are per token.
         has_name = not (is_remote(file.path) or is_passed(file.path))
         return has_name and not file.compression and jsonl_chunks.recognise(file.path)
     return file.kind in ("parquet", "arrow") and parquet.KEY in _schema_metadata(file)
 
 
 def _schema_metadata(file: InputFile) -> Mapping[bytes, bytes]:
-    """The metadata of a table's schema; none of a file that is broken, which the run reports when it reads the rows."""
+    """Return the schema metadata of a table; none for a broken file, which is reported when its rows are read."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -81,32 +81,33 @@ def _schema_metadata(file: InputFile) -> Mapping[bytes, bytes]:
 
 
 def look_at_rows(files: Sequence[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
-    """Look at rows before the work begins: whether mapped paths are there, and whether a decision is missing.
+    """Check rows before the work begins: whether mapped paths exist, and whether a decision is missing.
 
     Args:
         files: the input.
         options: how rows are read.
+        max_rows: maximum number of usable rows; None for all.
         max_rows: how many usable rows are taken; None for all.
 
     Raises:
         FormatError: no row has a path of ``--fields`` or ``--turn-fields``; the message lists the paths of the rows.
-        SequenceError: one of the first 1,000 rows has a system message after an answer, and the options do not say what
-            that means.
+        SequenceError: one of the first 1,000 rows has a system message after an answer, and the options do not define
+            its meaning.
     """
     _require_mapped_paths(files, options, max_rows)
     _require_decided_rows(files, options, max_rows)
 
 
 def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
-    """Look at the first 1,000 rows of the input, unless the options decide what a system message after an answer is.
+    """Check the first 1,000 rows, unless the options define the meaning of a system message after an answer.
 
     Args:
         files: the input.
         options: how rows are read.
-        max_rows: how many usable rows are taken; None for all. Rows behind them are not looked at.
+        max_rows: maximum number of usable rows; None for all. Rows after them are not checked.
 
     Raises:
-        SequenceError: such rows are among these: where the first one is, and how many there are.
+        SequenceError: some of these rows are undecided; has the position of the first one, and their number.
     """
     if options.system_starts != "error" or options.kind == "tokenized":
         return
@@ -126,7 +127,7 @@ def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_r
                 undecided += 1
                 usable += 1
             except ValueError:
-                pass  # a bad row, which the run reports
+                pass  # a bad row, which is reported during the run
     if first is not None:
         raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
 
@@ -134,12 +135,12 @@ def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_r
 def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
     """Require that every path of ``--fields`` and ``--turn-fields`` is in a row of the input.
 
-    The input is read until each was found: a few rows where no path is mistyped, all of them where one is.
+    The input is read until each was found: a few rows if no path is mistyped, all of them otherwise.
 
     Args:
         files: the input.
         options: how rows are read.
-        max_rows: no more rows than this are looked at; None for all.
+        max_rows: maximum number of rows to check; None for all.
 
     Raises:
         FormatError: no row has a path; the message lists the paths of the first rows.
@@ -170,15 +171,16 @@ def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_r
 
 
 def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows: int | None = None) -> None:
-    """Have the first 1,000 usable rows of the input, but no more than 2 MiB of it, tokenised by both libraries.
+    """Tokenise the first 1,000 usable rows of the input, but at most 2 MiB of it, with both libraries.
 
-    This is done once and before the workers begin, so the same rows are compared whatever their number. Nothing is
+    This is done once before the workers begin, so the same rows are compared for any number of workers. Nothing is done
+    if gigatoken is not used.
     done where gigatoken is not used.
 
     Args:
-        encoder: what makes sequences of the rows.
+        encoder: the encoder of the rows.
         files: the input.
-        max_rows: as of ``look_at_rows``.
+        max_rows: see ``look_at_rows``.
 
     Raises:
         DifferentIdsError: gigatoken and tokenizers give different ids for a row.
@@ -193,7 +195,7 @@ def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows:
             except DifferentIdsError:
                 raise
             except FormatError:
-                return  # the run raises it
+                return  # the error is raised during the run
             missing -= encoded.rows - len(encoded.bad_rows)
             nbytes += len(piece.payload)
             is_stopped = encoded.undecided or (encoded.bad_rows and encoder.options.on_bad_row == "error")

@@ -1,8 +1,9 @@
-"""Which rows of the input are packed and how often.
+"""Select which input rows are packed, and how often.
 
-Rows are selected by lots. The lot of a row is drawn from the seed and a hash of the row's content: messages, weights,
-tools and template variables, or the ids and masks it came with. So it is the same on any machine and in any order, and
-does not change as other rows are added; and equal rows share it, so that no copy of a validation row is trained on.
+Rows are selected by random numbers. The number of a row is derived from the seed and a hash of the row's content:
+messages, weights, tools and template variables, or the ids and masks of a tokenised row. So it is the same on any
+machine and in any order, and does not change when other rows are added. Equal rows have the same number, so no copy of
+a validation row is trained on.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class Selection:
     """Which rows are packed, and how often; applied in the order of the attributes.
 
     Attributes:
-        max_rows: only the first so many usable rows of the input; None for all.
-        dedup: ``exact`` leaves out rows whose content equals that of an earlier row.
-        sample: the share of rows to take, by lot.
-        valid_fraction: the share of rows that go to the validation shard, by lot.
+        max_rows: only the first usable rows of the input, up to this number; None for all.
+        dedup: ``exact`` drops rows whose content equals that of an earlier row.
+        sample: fraction of rows to take, by random number.
+        valid_fraction: fraction of rows for the validation shard, by random number.
         weights: how often a row of each file is trained on, by the number of the file; empty for once each.
-        shuffle: put the rows into an order drawn by the seed.
-        drop_untrained: leave out sequences, and cuts of them, that have no token to train on.
+        shuffle: shuffle the rows with the seed.
+        drop_untrained: drop sequences, and cuts of them, without a trained token.
     """
 
     max_rows: int | None = None
@@ -60,21 +61,21 @@ class Selection:
 
     @property
     def of_rows(self) -> bool:
-        """Whether rows are selected, for which the hashes of their content are needed."""
+        """Whether rows are selected, which requires the hashes of their content."""
         return replace(self, drop_untrained=False) != Selection()
 
 
 def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]) -> list[float]:
-    """A weight for each file of the input; 1 for files that no entry names.
+    """Return a weight for each input file; 1 for files without an entry.
 
     Args:
         option: name of the option in errors.
-        by_file: weights by FILE: a glob or a folder as in the input, or one file (``find_names``).
+        by_file: weights by FILE: a glob or a folder of the input, or one file (``find_names``).
         files: paths of the input.
 
     Raises:
-        FormatError: a weight is not a number from 0 to 1,000, or a FILE means no file, any of several, or one that has
-            a weight already.
+        FormatError: a weight is not a number from 0 to 1,000, or a FILE matches no file, is ambiguous, or matches a
+            file that already has a weight.
     """
     weights: dict[int, float] = {}
     names = told_apart(shortest_names(files))
@@ -95,12 +96,12 @@ _JSON_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASS
 
 
 def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | None = None) -> NDArray[np.uint32]:
-    """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
+    """Return a hash of a row's content, without field names and unread fields: uint32 [4].
 
     Args:
-        row: its one conversation or text, several conversations, or the two of a pair.
-        label: of KTO, the lowest bit of the hash. Lots do not depend on that bit: two rows that differ in their label
-            alone are no duplicates, but share their lot.
+        row: its conversation or text, several conversations, or the two of a pair.
+        label: KTO label, stored in the lowest bit of the hash. Random numbers do not depend on that bit: two rows that
+            differ only in their label are not duplicates, but have the same number.
     """
     stream = xxhash.xxh3_128()
     for each in row:
@@ -123,7 +124,7 @@ def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | 
 
 
 def _shown(value: Any) -> str:
-    """What stands in a hash for a value that JSON does not have."""
+    """Return the replacement in a hash for a value that JSON does not have."""
     if isinstance(value, MediaFile):
         given = value.given if isinstance(value.given, str) else xxhash.xxh3_128_hexdigest(value.given)
         return f"{value.kind} {type(value.given).__name__} {given}"
@@ -135,9 +136,9 @@ class Selected:
     """The sequences of selected rows.
 
     Attributes:
-        train: numbers of the sequences to train on, int64, in the order of packing; some more than once.
-        valid: numbers of the sequences to validate with, likewise.
-        counts: of rows, by name, for the summary.
+        train: numbers of the sequences to train on, int64, in the order of packing, possibly with repetitions.
+        valid: numbers of the validation sequences, likewise.
+        counts: counts of rows, by name, for the summary.
     """
 
     train: NDArray[np.int64]
@@ -148,17 +149,17 @@ class Selected:
 def select_rows(
     contents: NDArray[np.uint32], files: NDArray[np.integer[Any]], selection: Selection, seed: int
 ) -> Selected:
-    """Select among all rows of a job, with about 100 bytes of memory a row.
+    """Select among all rows of a job, with about 100 bytes of memory per row.
 
     Args:
         contents: for each sequence the hash of its row and its number in the row, uint32 [sequences, 5]; in the order
-            of the input, sequences of a row end to end.
+            of the input, with the sequences of a row adjacent.
         files: number of the file of each sequence, [sequences].
-        selection: of rows.
-        seed: of every lot.
+        selection: selection of rows.
+        seed: seed of all random numbers.
 
     Raises:
-        FormatError: no row is selected to train on, or to validate with.
+        FormatError: no row is selected for training or for validation.
     """
     starts = np.flatnonzero(contents[:, 4] == 0)
     sizes = np.diff(starts, append=len(contents))
@@ -167,7 +168,7 @@ def select_rows(
     counts = {} if selection.max_rows is None else {"max_rows": len(selected)}
     if selection.dedup == "exact":
         hashes = keys[selected]
-        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # which is stable
+        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # it is stable
         repeats = (hashes[order[1:]] == hashes[order[:-1]]).all(1)
         unique = np.sort(selected[order[np.append(np.ones(min(len(order), 1), bool), ~repeats)]])
         counts["duplicates"], selected = len(selected) - len(unique), unique
@@ -183,7 +184,7 @@ def select_rows(
         times = whole + (draw_lots(keys[train], seed, "weight") < weights - whole)
         counts["weighted_out"] = int((times == 0).sum())
         counts["repeats"] = int(np.maximum(times - 1, 0).sum())
-        # Copies of a row are far from each other: all rows once, then those that come twice, and so on.
+        # Copies of a row are far apart: all rows once, then those that occur twice, and so on.
         train = np.concatenate([train[times > copy] for copy in range(max(times.max(initial=0), 1))])
     counts["train"] = len(train)
     if selection.shuffle:
@@ -195,7 +196,7 @@ def select_rows(
 
 
 def draw_lots(keys: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.float64]:
-    """A number from 0 to below 1 for each key, uint64 [rows, 2]; it differs with the seed and the purpose."""
+    """Return a random number from 0 to below 1 for each key, uint64 [rows, 2]; depends on the seed and the purpose."""
     lots = (keys[:, 0] >> np.uint64(1)) ^ np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}".encode()))
     # The finalizer of SplitMix64 (Steele, Lea and Flood 2014), with the key's other half mixed in between.
     for half in (np.uint64(0), keys[:, 1]):
@@ -207,5 +208,5 @@ def draw_lots(keys: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.f
 
 
 def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers of the sequences of these rows, end to end."""
+    """Return the numbers of the sequences of these rows, concatenated."""
     return csr_rows(starts[rows], sizes[rows])[1]

@@ -7,5 +7,5 @@ and worker processes do not need it. The modules that make batches (``rows``, ``
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors, parallel_multiple
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted
-from megatron_sft_idx.training.media import CARRIED_BY, MediaStep
-from megatron_sft_idx.training.sources import Arrays, Index, ItemFinder, Segments, located, require_text
+from megatron_sft_idx.training.media import MediaStep, check_media_options
+from megatron_sft_idx.training.sources import CARRIED_BY, Arrays, Index, ItemFinder, Segments, located, require_text

@@ -41,8 +41,15 @@ from megatron_sft_idx.layout.media_layout import KIND_NAMES
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
-from megatron_sft_idx.training.media import CARRIED_BY, BatchItem, MediaBatch, MediaStep, text_positions
+from megatron_sft_idx.training.media import (
+    BatchItem,
+    MediaBatch,
+    MediaStep,
+    check_media_options,
+    text_positions,
+)
 from megatron_sft_idx.training.sources import (
+    CARRIED_BY,
     Arrays,
     PackSource,
     Segments,
@@ -160,7 +167,7 @@ class Batch(Shown):
     Attributes:
         tensors: views of the storage, by name.
         arrays: the same as numpy arrays.
-        media: the output of the media step for the images and audio in the batch, by name.
+        media: the output of the media step for the images and audio in the batch, by name; None without a media step.
     """
 
     def __init__(
@@ -177,7 +184,7 @@ class Batch(Shown):
             storage.share_memory_()  # type: ignore[no-untyped-call]
         self.layout, self.storage, self.tensors, self._shared = layout, storage, layout.carve(storage), shared
         self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        self.media: dict[str, Any] = {}
+        self.media: dict[str, Any] | None = None
 
     def _shown(self) -> str:
         return f"{self.layout.rows} x {self.layout.seq_length:,} tokens: {', '.join(self.tensors)}"
@@ -188,17 +195,21 @@ class Batch(Shown):
     def __getitem__(self, row: int) -> Tensors:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        if self.media:
-            raise FormatError("rows with images or audio come as whole batches; pass collate_fn=whole_batch")
+        if self.media is not None:
+            # torch would stack rows by the names in the first one, and tensors by their numbers of images.
+            raise FormatError(
+                "rows with images or audio come as whole batches; pass collate_fn=whole_batch to the DataLoader, and"
+                " rows_of(dataset) where the dataset is a blend"
+            )
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one tensor. In another process it unpickles as the dictionary of all tensors."""
-        return _unpickled, (self.layout, self.storage, self.media)
+        return _unpickled, (self.layout, self.storage, self.media or {})
 
     def whole(self) -> Tensors | Batch:
         """Return the tensors by name, or the batch itself if it is in shared memory, because it pickles faster."""
-        return self if self._shared else {**self.tensors, **self.media}
+        return self if self._shared else {**self.tensors, **(self.media or {})}
 
     def head(self, rows: int) -> Batch:
         """Return a batch with fewer rows in the same storage: the last batch of an epoch may be smaller."""
@@ -290,6 +301,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
                 f" {sequence_multiple}"
             )
+        check_media_options(media, ignore_media)
         if media is None:
             require_text(source.media_prefix or "", source.media_prefix is not None, ignore_media, CARRIED_BY)
         for name in columns:
@@ -398,7 +410,9 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             self._put_whole(segments.whole, out.tensors)
         if masked is not None:
             arrays["loss_mask"][masked] = 0
-        out.media = {} if self.media is None else self.media(self._media_batch(segments, out.tensors))
+        if self.media is None:
+            return dict(out.tensors)
+        out.media = self.media(self._media_batch(segments, out.tensors))
         return {**out.tensors, **out.media}
 
     def _media_batch(self, segments: Segments, tensors: Tensors) -> MediaBatch:
@@ -445,10 +459,13 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
-        """Return one row without the batch dimension; ``masked`` zeroes its loss mask, for filling up a batch."""
+        """Return one row without the batch dimension; ``masked`` zeroes its loss mask, for filling up a batch.
+
+        FormatError: there is a media step, whose results come in whole batches only.
+        """
         batch = Batch(self.layout(1))
         self.assemble([pack], batch, masked=np.array([masked]))
-        return {name: tensor[0] for name, tensor in batch.tensors.items()} | batch.media
+        return batch[0]
 
     def rows(self, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None) -> Batch:
         """Return a batch for a DataLoader, in shared memory in worker processes; for ``masked``, see ``fill``."""

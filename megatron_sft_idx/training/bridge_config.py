@@ -85,11 +85,14 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
         model_config: folder with the ``config.json`` of the model; None for the folder of the processor.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism. Shards need room for it (``--sequence-multiple``).
-        seed, dataloader_type: as for ``BridgePackedConfig``.
+        dataloader_type: ``cyclic`` shuffles the packs in each epoch, ``single`` takes them in order. Bridge's ``batch``
+            puts a global batch through one collate call and cuts it into rows again, which packed rows cannot be.
+        seed: not used by Bridge for either of these.
 
     Raises:
-        FormatError: when Bridge builds the data sets: shards hold preference pairs or KTO labels, come from different
-            tokenizers, or do not fit; ``sequence_multiple`` does not fit context parallelism; or as ``MediaInputs``.
+        FormatError: when Bridge builds the data sets: ``dataloader_type`` is another one; shards hold preference pairs
+            or KTO labels, come from different tokenizers, or do not fit; ``sequence_multiple`` does not fit context
+            parallelism; or an error of ``MediaInputs``.
         ValueError: the same: packs may not fit ``seq_length``.
     """
 
@@ -100,10 +103,15 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
     validation_path: str | None = None
     sequence_multiple: int = 1
     seed: int = 1234
-    dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "batch"
+    dataloader_type: Literal["single", "cyclic"] | None = "cyclic"
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[VLMPacks, VLMPacks | None, None]:
         """The data sets to train and to validate on; Bridge calls this on every rank."""
+        if self.dataloader_type not in ("single", "cyclic"):
+            raise FormatError(
+                f"dataloader_type {self.dataloader_type!r}: a micro-batch of packs with images is one row; use 'cyclic'"
+                " or 'single'"
+            )
         context_parallel = getattr(context.pg_collection, "cp", None)
         parts = 1 if context_parallel is None else context_parallel.size()
         if parts > 1 and self.sequence_multiple % (2 * parts):

@@ -35,13 +35,19 @@ from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
 
-# What to do about a shard with images or audio whose batches can carry them.
-CARRIED_BY: Final = "pass media=MediaInputs(FOLDER), so that batches carry them (docs/media.md)"
 # The numbers that processors of transformers mark positions of images and of audio with (mm_token_type_ids).
-_TYPES: Final[dict[Kind, int]] = {"image": 1, "audio": 3}
+_TYPE_IDS: Final[dict[Kind, int]] = {"image": 1, "audio": 3}
 # What a processor makes of the text, which a batch has already.
-_OF_TEXT: Final = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_TEXT_OUTPUTS: Final = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+)
 _MOST_THREADS: Final = 8
+# Kinds of layers that keep the sequences of a row apart by their positions.
+_ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @shown_by_fields
@@ -87,6 +93,16 @@ class MediaBatch(NamedTuple):
 MediaStep: TypeAlias = Callable[[MediaBatch], dict[str, Any]]
 
 
+def check_media_options(media: Any, ignore_media: bool) -> None:
+    """FormatError unless ``media`` is None or a media step, and at most one of the two options is given."""
+    if media is None:
+        return
+    if ignore_media:
+        raise FormatError("media and ignore_media exclude each other: batches carry images and audio, or they do not")
+    if isinstance(media, type) or not callable(media) or hasattr(media, "from_pretrained"):
+        raise FormatError(f"media: {brief(media)}, expected MediaInputs(FOLDER), keep_items or another media step")
+
+
 def keep_items(batch: MediaBatch) -> dict[str, Any]:
     """A media step that adds the encoded files: ``media``, a list of ``BatchItem``."""
     return {"media": batch.items}
@@ -120,7 +136,7 @@ class MediaInputs(Shown):
 
     Args:
         processor: folder of the processor that the shard was made with (``--processor``), or the processor.
-        config: folder or configuration of the model; None for the ``config.json`` in the folder of the processor.
+        model_config: folder or configuration of the model; None for the ``config.json`` in the folder of the processor.
         threads: how many files are decoded at once, which takes most of the time. None is the number of processors, up
             to 8, and 1 in workers of a ``DataLoader``.
 
@@ -140,10 +156,10 @@ class MediaInputs(Shown):
     """
 
     @checked
-    def __init__(self, processor: Any, config: Any = None, *, threads: int | None = None) -> None:
+    def __init__(self, processor: Any, model_config: Any = None, *, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise FormatError(f"threads {threads}, expected 1 or more")
-        self.processor, self.config, self.threads = processor, config, threads
+        self.processor, self.model_config, self.threads = processor, model_config, threads
         self._pool_of: tuple[int, ThreadPoolExecutor] | None = None
         _ = self._loaded  # raises its errors now
 
@@ -151,11 +167,16 @@ class MediaInputs(Shown):
         return f"{self._loaded.name}, {'three' if self._loaded.rope_index else 'one'}-dimensional positions"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"processor": self.processor, "config": self.config, "threads": self.threads, "_pool_of": None}
+        return {
+            "processor": self.processor,
+            "model_config": self.model_config,
+            "threads": self.threads,
+            "_pool_of": None,
+        }
 
     @cached_property
     def _loaded(self) -> _Loaded:
-        return _Loaded.of(self.processor, self.config)
+        return _Loaded.of(self.processor, self.model_config)
 
     @property
     def _pool(self) -> ThreadPoolExecutor:
@@ -168,6 +189,7 @@ class MediaInputs(Shown):
     def __call__(self, batch: MediaBatch) -> dict[str, Any]:
         """The tensors of a batch, by name. FormatError: see the class."""
         made: dict[str, Any] = self._tensors(batch) if batch.items else {}
+        self._require_no_other_placeholders(batch)
         if self._loaded.rope_index is not None:
             made["mrope_position_ids"] = self._mrope(batch, made)
         return made
@@ -191,10 +213,16 @@ class MediaInputs(Shown):
                 add_special_tokens=False,
                 **given,
             )
+            replaced, num_tokens = made["text_replacement_offsets"][0], len(made["input_ids"][0])
         except Exception as error:  # whatever its own code raises
             raise FormatError(f"{loaded.name} does not take the items of a batch: {brief(str(error))}") from error
-        self._require_same_positions(batch, made["text_replacement_offsets"][0])
-        return {name: values for name, values in made.items() if name not in _OF_TEXT}
+        self._require_same_positions(batch, replaced)
+        tensors = {name: values for name, values in made.items() if name not in _TEXT_OUTPUTS}
+        for name, values in tensors.items():
+            is_whole = isinstance(values, Tensor) and not values.is_floating_point()
+            if is_whole and values.shape[:2] == (1, num_tokens):
+                raise FormatError(f"{loaded.name} makes {name} for each token of a text, which batches cannot have")
+        return tensors
 
     def _decoded(self, item: BatchItem) -> Any:
         if item.kind not in self._loaded.placeholders:
@@ -204,10 +232,38 @@ class MediaInputs(Shown):
                 return decoded_image(item.data)
             return decoded_recording(item.data, self._loaded.sampling_rate)
         except ValueError as error:
-            raise FormatError(f"{item.kind} at position {item.start} of row {item.row}: {error}") from None
+            raise FormatError(
+                f"{item.kind} at position {item.start} of row {item.row}: {error}; verify --full finds files that were"
+                " damaged since the shard was made"
+            ) from None
+
+    def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
+        """FormatError where the model would look for features at a token that is of no image or recording."""
+        kinds = {
+            number: kind
+            for kind, placeholder in self._loaded.placeholders.items()
+            for number, token in self._loaded.ids[kind].items()
+            if token == placeholder
+        }
+        other = torch.isin(batch.tokens, torch.tensor([*kinds], dtype=batch.tokens.dtype))
+        for item in batch.items:
+            other[item.row, item.start : item.start + item.length] = False
+        if not other.any():
+            return
+        for row, start, length in zip(batch.rows.tolist(), batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+            if (found := other[row, start : start + length].nonzero()).numel():
+                position = start + int(found[0])
+                kind = kinds[int(batch.tokens[row, position])]
+                raise FormatError(
+                    f"position {position} of row {row}: {self._loaded.placeholders[kind]!r}, at which the model looks"
+                    f" for {kind}, and none is there: a text spells it, as with --allow-control-tokens; tokenize it"
+                    " without, or leave it out"
+                )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
         """FormatError where the model would find other features at an item's placeholder tokens than those of it."""
+        if len(replaced) != len(batch.items):
+            raise FormatError(f"{self._loaded.name} replaced {len(replaced)} placeholders of {len(batch.items)}")
         for item, each in zip(batch.items, replaced, strict=True):
             ids = self._loaded.ids[item.kind]
             own = batch.tokens[item.row, item.start : item.start + item.length]
@@ -230,7 +286,7 @@ class MediaInputs(Shown):
         types = [torch.zeros_like(each) for each in ids]
         for each, marked in zip(ids, types, strict=True):
             for kind, of_kind in self._loaded.ids.items():
-                marked[torch.isin(each, torch.tensor([*of_kind]))] = _TYPES[kind]
+                marked[torch.isin(each, torch.tensor([*of_kind]))] = _TYPE_IDS[kind]
         padded = {
             "input_ids": pad_sequence(ids, batch_first=True),
             "mm_token_type_ids": pad_sequence(types, batch_first=True),
@@ -276,7 +332,7 @@ class _Loaded(NamedTuple):
             if not isinstance(processor, (str, os.PathLike)) or not (Path(processor) / "config.json").is_file():
                 raise FormatError(
                     f"{brief(processor)}: no folder with a config.json of the model, which says how positions are"
-                    " counted; pass config=FOLDER of the model, or its configuration"
+                    " counted; pass model_config=FOLDER of the model, or its configuration"
                 )
             config = processor
         processor = _from_folder("processor", transformers.AutoProcessor, processor)
@@ -291,6 +347,8 @@ class _Loaded(NamedTuple):
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
         model = _model_class(transformers, config)
         _require_known_inputs(model)
+        _require_own_model(processor, [*placeholders], model)
+        _require_attention(config)
         return cls(processor, placeholders, ids, _rope_index(model, config))
 
     def positions(self, known: Mapping[str, Any]) -> Tensor:
@@ -357,6 +415,34 @@ def _require_known_inputs(model: Any) -> None:
             f"{model.__name__}: its attention is not causal inside images, which it is told by {found[0]}; packed rows"
             " cannot say that, so such models are not trained here"
         )
+
+
+def _require_attention(config: Any) -> None:
+    """FormatError where layers are not attention: transformers does not keep the sequences of a row apart in these."""
+    text = config.get_text_config()
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - _ATTENTION)
+    others += [name for name in vars(text) if name.startswith("mamba")][:1]
+    if others:
+        raise FormatError(
+            f"{type(config).__name__}: has {others[0]}, and in such layers of transformers the sequences of a packed"
+            " row would see each other; such models are not trained here"
+        )
+
+
+def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> None:
+    """FormatError where a model takes nothing of what a processor makes of images, or of recordings.
+
+    Such is a language model that was meant to be the model around it. Positions would be counted as it counts them.
+    """
+    taken = inspect.signature(model.forward).parameters
+    for kind in kinds:
+        part = getattr(processor, "image_processor", None) if kind == "image" else _of_audio(processor)
+        names = getattr(part, "model_input_names", [])
+        if names and not any(name in taken for name in names):
+            raise FormatError(
+                f"{model.__name__} takes no {names[0]}, which {type(processor).__name__} makes; pass the configuration"
+                " of the model that the processor belongs to, of Qwen-Omni its thinker_config"
+            )
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

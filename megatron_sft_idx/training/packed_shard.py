@@ -40,7 +40,7 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
         shards = ShardSet.open(self.file_path)
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
             require_shard_judged(prefix, header, (), ON_REJECTED)
-            require_text(prefix, header.has_media, False, "take BridgeVLMConfig for images (docs/media.md)")
+            require_text(prefix, header.has_media, False, "use BridgeVLMConfig (docs/media.md)")
         stored = StoredPacks(shards)
         if stored.capacity > self.max_seq_length:
             raise FormatError(

@@ -25,15 +25,16 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import KINDS, Kind
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
@@ -43,11 +44,60 @@ from megatron_sft_idx.training.media import MediaStep
 from megatron_sft_idx.training.pretraining import MixedPacks, PretrainingPacks, blended
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, find_items, reopen
 
-# The cost of an encoder's work for one position of an image or recording, in pairs of positions that attend to each
-# other: 12 m a^2 K / (h L). The encoder has K layers of width a and m positions per position of the model. The model
-# has L layers of width h. The values are for Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and Qwen2-Audio 7B (m 2,
-# a 1280, K 32, h 4096, L 32).
-ENCODER_COSTS: Final[Mapping[Kind, float]] = {"image": 25_000, "audio": 9_600}
+
+@shown_by_fields
+class EncoderCost(NamedTuple):
+    """The work of an image or audio encoder, in the unit in which attention to a sequence of n tokens costs n^2.
+
+    Attributes:
+        per_position: for each position that an item takes in its pack.
+        per_item: for each item, for encoders that pad all items to one size.
+    """
+
+    per_position: float = 0
+    per_item: float = 0
+
+
+# For each position of the language model, which has L layers of width h, an encoder with K layers of width a has m
+# positions. It then costs 12 m a^2 K / (h L) per position: 24 m a^2 K against 2 h L floating-point operations for each
+# n^2 of causal attention, forwards. The values are for Qwen2.5-VL 7B (m 4, a 1280, K 32, h 3584, L 28) and for
+# Qwen2-Audio 7B (m 2, a 1280, K 32, h 4096, L 32), which pads every recording to the 750 positions of half a minute.
+ENCODER_COSTS: Final[Mapping[Kind, EncoderCost]] = {
+    "image": EncoderCost(per_position=25_000),
+    "audio": EncoderCost(per_item=750 * 9_600),
+}
+_MOST_COST: Final = 10**12
+
+
+def encoder_costs(given: Any) -> Mapping[Kind, EncoderCost]:
+    """Return the costs that ``media_costs`` sets: for each kind an ``EncoderCost``, or a number per position.
+
+    None stands for ``ENCODER_COSTS``; kinds that are missing cost nothing.
+
+    FormatError: there is another kind, or a cost is not a number from 0 to 10^12.
+
+    >>> encoder_costs({"image": 30_000})
+    {'image': EncoderCost(per_position=30000, per_item=0)}
+    """
+    if given is None:
+        return ENCODER_COSTS
+    if not isinstance(given, Mapping):
+        raise FormatError(f"media_costs: {brief(given)}, expected a dict with costs of 'image' and 'audio'")
+    costs: dict[Kind, EncoderCost] = {}
+    for kind, value in given.items():
+        if kind not in KINDS:
+            raise FormatError(f"media_costs: {brief(kind)} is not a kind of item; the kinds are {', '.join(KINDS)}")
+        cost = EncoderCost(*value) if isinstance(value, tuple) and len(value) == 2 else EncoderCost(value)
+        for each in cost:
+            if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each <= _MOST_COST:
+                raise FormatError(f"media_costs: {brief(value)} for {kind}, expected numbers from 0 to {_MOST_COST:,}")
+        costs[kind] = cost
+    return costs
+
+
+# For each kind of item its cost; a number is the cost per position.
+MediaCosts: TypeAlias = Mapping[Kind, EncoderCost | float]
+
 
 # ---- the order of an epoch ----
 
@@ -100,7 +150,7 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     source: PackSource
     num_samples: int
     shape: dict[str, Any]
-    media_costs: Mapping[Kind, float] | None = None
+    media_costs: MediaCosts | None = None
 
     def _shown(self) -> str:
         return f"{self.num_samples:,} samples of {self.source!r}"
@@ -138,23 +188,20 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         return MicroBatches(self, batches)
 
-    def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the part of each sample's work that differs between full packs, int64 [samples], in position pairs.
+    def sample_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the part of each sample's work that differs between full packs, int64 [samples].
 
         The attention of the language model costs the sum of the squared sequence lengths. If batches carry images and
-        audio, the work of the encoders is added: ``media_costs`` gives the number of pairs per position for each kind
-        (None for ``ENCODER_COSTS``).
+        audio, the work of the encoders is added in the same unit (``encoder_costs`` of ``media_costs``).
         """
         segments = self.source.segments(self.packs(samples))
         of_each = np.square(segments.lengths)
         if self.shape.get("media") is not None:
             found = find_items(self.source, segments)
-            costs_of = ENCODER_COSTS if self.media_costs is None else self.media_costs
-            by_code = np.zeros(max(KINDS.values()) + 1)
-            for kind, code in KINDS.items():
-                by_code[code] = costs_of.get(kind, 0)
-            of_items = np.rint(by_code[found.items.kinds] * found.items.lengths).astype(np.int64)
-            np.add.at(of_each, found.segments, of_items)
+            for kind, cost in encoder_costs(self.media_costs).items():
+                own = found.items.kinds == KINDS[kind]
+                of_items = np.rint(cost.per_item + cost.per_position * found.items.lengths[own]).astype(np.int64)
+                np.add.at(of_each, found.segments[own], of_items)
         sums = np.append(0, np.cumsum(of_each))
         costs: NDArray[np.int64] = sums[segments.offsets[1:]] - sums[segments.offsets[:-1]]
         if segments.whole is not None:
@@ -173,7 +220,11 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Return one sample.
 
         A negative index (or None, which Megatron's GPTDataset accepts) returns a row that only fills up a batch: the
-        tokens of the sample counted from the end, with a loss mask of zeros. IndexError: there is no such sample.
+        tokens of the sample counted from the end, with a loss mask of zeros.
+
+        Raises:
+            IndexError: there is no such sample.
+            FormatError: there is a media step, whose results come in whole batches only.
         """
         i = -1 if index is None else operator.index(index)
         return self.assembler.sample(int(self.packs([i if i >= 0 else i + self.num_samples])[0]), i < 0)
@@ -202,7 +253,7 @@ class PackedRows(Rows):
         files: Sequence[dict[str, Any]] = (),
         media: MediaStep | None = None,
         ignore_media: bool = False,
-        media_costs: Mapping[Kind, float] | None = None,
+        media_costs: MediaCosts | None = None,
     ) -> None:
         self.source: StoredPacks | PlannedPacks = source
         self.order, self.num_samples = EpochOrder(source.num_packs, seed, split, source.fingerprint), num_samples
@@ -307,7 +358,8 @@ def rows_of(dataset: Any) -> Rows:
     if not hasattr(dataset, "dataset_index"):
         raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
     if dataset.dataset_index is None and len(dataset):
-        dataset[0]  # with defer_npy_index_mmap, a blend opens its index at the first read
+        with suppress(FormatError):  # samples with images come in whole batches only
+            dataset[0]  # with defer_npy_index_mmap, a blend opens its index at the first read
     members = [rows for rows in map(rows_of, dataset.datasets) if isinstance(rows, PackedRows | PretrainingRows)]
     if len(members) < len(dataset.datasets):
         raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")
@@ -450,7 +502,7 @@ class PackedBatchSampler(Shown):
         # Made only if costs are needed, because the rows of a blend open all of its members.
         self._rows: Any = None
         if balance_attention:
-            self._rows = dataset if hasattr(dataset, "attention_costs") else rows_of(dataset)
+            self._rows = dataset if hasattr(dataset, "sample_costs") else rows_of(dataset)
         if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
             raise FormatError(
                 f"micro-batch size {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}; sizes are at"
@@ -519,7 +571,7 @@ class PackedBatchSampler(Shown):
             return samples.reshape(-1, self.ranks, self.micro_batch_size)[:, self.rank]
         costs = np.zeros(len(samples), np.int64)
         real = samples >= 0
-        costs[real] = self._rows.attention_costs(samples[real])
+        costs[real] = self._rows.sample_costs(samples[real])
         micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
         share: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
         return share

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,16 +27,16 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAX_COUNT
-from megatron_sft_idx.layout.media_layout import Kind
 from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.judged import require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
-from megatron_sft_idx.training.media import CARRIED_BY, MediaStep
+from megatron_sft_idx.training.media import MediaStep, check_media_options
 from megatron_sft_idx.training.pretraining import Corpus, EveryToken, PretrainingPacks, is_pretraining
-from megatron_sft_idx.training.rows import PackedRows, PretrainingRows, SingleRows
+from megatron_sft_idx.training.rows import MediaCosts, PackedRows, PretrainingRows, SingleRows, encoder_costs
 from megatron_sft_idx.training.sources import (
+    CARRIED_BY,
     PlannedPacks,
     PlanOptions,
     StoredPacks,
@@ -76,8 +76,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             have them. ``docs/megatron.md`` shows how to use them in a forward step.
         media: makes model inputs from the images and audio of each batch, which are added to the batch:
             ``training.media.MediaInputs``. Without it, shards with images or audio are refused.
-        media_costs: the work of the model's encoders for one position of ``image`` and of ``audio``, used in addition
-            to attention to balance ranks; None for ``rows.ENCODER_COSTS``.
+        media_costs: the work of the model's encoders for ``image`` and ``audio``, which ranks are balanced by in
+            addition to attention: numbers per position, or ``rows.EncoderCost``. None for ``rows.ENCODER_COSTS``.
         ignore_media: train on shards with images and audio as if their placeholder tokens were text.
         padding_mask: whether rows have a padding mask, bool [sequence_length], True on padding. It is for forward steps
             that pass it to ``GPTModel``; MoE routers then count only tokens.
@@ -105,7 +105,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     pad_id: int | None = None
     columns: tuple[str, ...] = ()
     media: MediaStep | None = None
-    media_costs: Mapping[Kind, float] | None = None
+    media_costs: MediaCosts | None = None
     ignore_media: bool = False
     padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
@@ -186,6 +186,10 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_options(self) -> None:
         """Check that no option is set without effect."""
+        check_media_options(self.media, self.ignore_media)
+        encoder_costs(self.media_costs)  # raises its errors now
+        if self.media_costs is not None and self.media is None:
+            raise FormatError("media_costs are for batches that carry images and audio; set media too")
         if self.single_sequences and (self.columns or self.media is not None):
             what = f"columns {', '.join(self.columns)}" if self.columns else "media"
             raise FormatError(

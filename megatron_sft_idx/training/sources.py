@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -223,7 +223,12 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
     return values
 
 
-def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = "") -> None:
+# What to do about a shard with images or audio, where batches cannot carry them and where they can.
+TEXT_ALONE: Final = "pass ignore_media=True (--ignore-media) to train on the text alone"
+CARRIED_BY: Final = f"pass media=MediaInputs(FOLDER), so that batches carry them (docs/media.md), or {TEXT_ALONE}"
+
+
+def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = TEXT_ALONE) -> None:
     """Raise FormatError if packs with images or audio would go into text-only batches without ``ignore_media``.
 
     All code that makes batches without images and audio calls this for each shard or file that it takes packs from.
@@ -232,13 +237,12 @@ def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = 
         where: the shard or file, for the error.
         has_media: whether its packs have images or audio.
         ignore_media: allow it; placeholder tokens then count as ordinary tokens with a loss mask of 0.
-        remedy: how batches of the caller can carry media; empty if they cannot.
+        remedy: what the user can do, for the error.
     """
     if has_media and not ignore_media:
         raise FormatError(
             f"{where}: holds images or audio, and these batches are of text alone, so the model would see nothing where"
-            f" their placeholder tokens stand; {remedy or 'train with batches that carry them (docs/media.md)'}, or"
-            " pass ignore_media=True (--ignore-media) to train on the text alone"
+            f" their placeholder tokens stand; {remedy}"
         )
 
 

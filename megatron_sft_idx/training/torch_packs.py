@@ -35,8 +35,14 @@ from megatron_sft_idx.packs.run import has_weights
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.judged import require_judged, require_shard_judged
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.media import CARRIED_BY, BatchItem, MediaBatch, MediaStep, text_positions
-from megatron_sft_idx.training.sources import blend_weights, require_text
+from megatron_sft_idx.training.media import (
+    BatchItem,
+    MediaBatch,
+    MediaStep,
+    check_media_options,
+    text_positions,
+)
+from megatron_sft_idx.training.sources import CARRIED_BY, blend_weights, require_text
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -170,6 +176,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         media: MediaStep | None = None,
         ignore_media: bool = False,
     ) -> None:
+        check_media_options(media, ignore_media)
         if layout == "flash" and media is not None:
             # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
             raise FormatError(

@@ -1,7 +1,8 @@
-"""Conversations to text, with the spans of it that are trained on, whatever chat template writes them.
+"""Render conversations to text with any chat template, and find the spans of the text that are trained on.
 
-A template does not say which of its text the model must learn: a span that cannot be proven is an error of its row, and
-never a guess. It is a stranger's program: it runs in a sandbox with an allowance. Token ids are not known here.
+A template does not say which part of its text the model must learn. A span that cannot be proven is an error of its
+row, never a guess. Templates are untrusted programs, so they run in a sandbox with an allowance. Nothing here knows
+token ids.
 """
 
 from megatron_sft_idx.chat.template.chat_template import ChatTemplate

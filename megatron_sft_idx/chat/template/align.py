@@ -1,14 +1,14 @@
-"""Where the template's own text and the data of a row stand in its rendering, by comparison with its stand-in.
+"""Locate the template's own text and the data of a row in its rendering, by comparison with its stand-in.
 
 The rendering of a stand-in conversation (``stand_in``) is the template's own text with placeholders in between. A row
-*agrees* with its stand-in if its rendering is the same own text, character for character, with the row's values in
-place of the placeholders. Then each position of the one rendering has its counterpart in the other. A value is found in
-one of two ways, neither of which searches for it:
+*agrees* with its stand-in if its rendering has the same own text, character for character, with the row's values in
+place of the placeholders. Then each position of one rendering has a counterpart in the other. Values are found in one
+of two ways, neither of which searches for them:
 
-- *By spelling.* From the end of the text backwards, own text and values have to follow each other as in the stand-in,
-  each value as it is, trimmed, or as JSON. This renders nothing.
-- *By marks.* Where a template writes values otherwise (through a filter that changes them, as Python prints them), the
-  row is rendered once more with marks around its strings. Without the marks it must be the plain text.
+- *By spelling.* From the end of the text backwards, own text and values must alternate as in the stand-in, each value
+  unchanged, trimmed, or as JSON. This needs no further rendering.
+- *By marks.* If a template writes values in another form (through a filter that changes them, or as Python prints
+  them), the row is rendered again with marks around its strings. Without the marks it must be the plain text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Outline:
     Attributes:
         text: the rendering.
         placed: the placeholders in it, in order.
-        own: the template's own text before each placeholder and, last, behind all of them.
+        own: the template's own text before each placeholder and, last, after all of them.
     """
 
     def __init__(self, text: str, placed: list[Occurrence]) -> None:
@@ -39,27 +39,28 @@ class Outline:
         self._starts = [one.start for one in self.placed]
 
     def behind(self, position: int) -> int:
-        """The number of placeholders that start before a position."""
+        """Return the number of placeholders that start before a position."""
         return bisect_right(self._starts, position - 1)
 
 
 class Alignment:
-    """Counterparts in a row's rendering of positions in its stand-in's.
+    """Counterparts in a row's rendering for positions in its stand-in's rendering.
 
     Args:
         outline: the stand-in's rendering.
         text: the row's rendering.
-        stops: for each placeholder from number ``first`` on, where the row's value in its place ends.
-        first: the first placeholder whose value was found; -1 where the text before all of them agrees too.
+        stops: for each placeholder from number ``first`` on, the end of the row's value in its place.
+        first: the first placeholder whose value was found; -1 if the text before all of them agrees too.
     """
 
     def __init__(self, outline: Outline, text: str, stops: Sequence[int], first: int) -> None:
         self._outline, self._text, self._stops, self._first = outline, text, stops, first
 
     def ranges(self, ranges: Ranges, *, trimmed: bool) -> Ranges | None:
-        """The counterparts of ranges; None where one begins or ends inside a placeholder.
+        """Return the counterparts of ranges; None if one begins or ends inside a placeholder.
 
-        With ``trimmed``, a range that ends with a value ends before the white space at its end: no end of turn follows.
+        With ``trimmed``, a range that ends with a value ends before its trailing white space, because no end of turn
+        follows.
         """
         placed, stops, first = self._outline.placed, self._stops, max(self._first, 0)
         found: Ranges = []
@@ -82,16 +83,16 @@ class Alignment:
 
 
 def by_spelling(outline: Outline, row: StandIn, text: str, needed: int) -> Alignment | None:
-    """Compare a row's rendering with its stand-in's, from the end back to what is needed.
+    """Compare a row's rendering with its stand-in's, from the end back to ``needed``.
 
     Args:
         outline: the stand-in's rendering.
         row: the stand-in, with the values of the row.
         text: the row's rendering.
-        needed: the first position of the stand-in's rendering whose counterpart is asked for.
+        needed: the first position of the stand-in's rendering whose counterpart is needed.
 
     Returns:
-        The counterparts from ``needed`` on; None where the row does not agree.
+        The counterparts from ``needed`` on; None if the row does not agree.
     """
     return _agreeing(outline, row, text, needed, None)
 
@@ -104,15 +105,15 @@ def by_marks(
     needed: int,
     render: Callable[[list[dict[str, Any]]], str | None],
 ) -> Alignment | None:
-    """As ``by_spelling``, with the row's strings found by rendering them with marks around them.
+    """Do the same as ``by_spelling``, but find the row's strings by rendering them with marks around them.
 
     Args:
         outline: the stand-in's rendering.
         row: the stand-in, with the values of the row.
-        messages: the row's messages, as the template saw them.
+        messages: the row's messages, in the form given to the template.
         text: the row's rendering.
-        needed: the first position of the stand-in's rendering whose counterpart is asked for.
-        render: renders other messages; returns None where the template refuses them.
+        needed: the first position of the stand-in's rendering whose counterpart is needed.
+        render: renders other messages; returns None if the template rejects them.
     """
     nonce = "Zqm"
     while nonce in text or any(nonce in str(value) for value in row.owned):
@@ -144,7 +145,7 @@ def by_marks(
 
 
 def _margin(margin: str, text: str, stands: Callable[[str, str], bool]) -> int:
-    """The length of a margin at a mark, as it is or as JSON; 0 where it was trimmed."""
+    """Return the length of a margin at a mark, unchanged or as JSON; 0 if it was trimmed."""
     return next((len(one) for one in (margin, json.dumps(margin, ensure_ascii=False)[1:-1]) if stands(text, one)), 0)
 
 
@@ -152,13 +153,13 @@ class _RowMarker(Maker):
     """Puts marks around the strings of a row, numbered like the placeholders of its stand-in.
 
     Args:
-        nonce: what marks begin with.
+        nonce: the beginning of marks.
         gently: put marks only next to letters and digits. Templates test whether a string begins or ends with a
-            character such as a bracket, but hardly with a letter.
-        tested: as the stand-in was made with.
+            character such as a bracket, but rarely with a letter.
+        tested: the argument with which the stand-in was made.
 
     Attributes:
-        margins: for each marked string what of it lies outside the marks, before and behind.
+        margins: for each marked string its parts outside the marks, before and after.
     """
 
     def __init__(self, nonce: str, gently: bool, tested: re.Pattern[str] | None) -> None:
@@ -191,10 +192,10 @@ def _agreeing(
     needed: int,
     marks: tuple[list[tuple[int, int, int]], Mapping[int, object]] | None,
 ) -> Alignment | None:
-    """Compare a row's rendering with its stand-in's; ``marks`` are the places of strings and the numbers of marked."""
+    """Compare a row's rendering with its stand-in's; ``marks`` has the places and numbers of marked strings."""
     known, marked = marks or ([], {})
     left = len(known)
-    stops: list[int] = []  # of values, from the last one on
+    stops: list[int] = []  # ends of values, from the last one on
     end = len(text)
     for index in range(len(outline.placed), -1, -1):
         own = outline.own[index]
@@ -214,7 +215,7 @@ def _agreeing(
                 return None
             _, start, stop = known[left]
             value = row.owned[placed.number]
-            # A filter that changes white space changes it at the ends of a value too, outside the marks.
+            # A filter that changes white space also changes it at the ends of a value, outside the marks.
             if stop != end and not (value[-1:].isspace() and text[stop:end].isspace()):
                 return None
             if not text.endswith(before, 0, start) and value[:1].isspace():
@@ -230,9 +231,9 @@ def _agreeing(
 
 
 def _spelt_before(value: Any, text: str, before: str, end: int) -> int | None:
-    """Where a value starts that ends at ``end`` and has the text ``before`` in front of it; None where it does not."""
+    """Return the start of a value that ends at ``end`` and follows the text ``before``; None if it does not match."""
     if type(value) is str and text.endswith(value, 0, end) and text.endswith(before, 0, end - len(value)):
-        return end - len(value)  # as most are
+        return end - len(value)  # the most frequent case
     for spelt in spellings(value):
         start = end - len(spelt)
         if start >= 0 and text.startswith(spelt, start) and text.endswith(before, 0, start):

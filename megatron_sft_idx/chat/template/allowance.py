@@ -1,12 +1,12 @@
-"""What one rendering of a template may write, and how much it may do: an allowance of units that it spends.
+"""Limits on the output and the work of one rendering of a template: an allowance of units that it spends.
 
-A template is somebody else's program, and two rules keep it from spoiling a corpus or a machine. First, what it writes
-must be text, a number or a plain container of those. Anything else, such as a method whose parentheses were forgotten,
-has a default text with a memory address in it, which differs from process to process. Second, each rendering has an
-*allowance* of units. It pays about one unit for each byte that goes into an operation or comes out of it, and some for
-each step. Units are counted and never timed, so a row is refused on every machine or on none.
+A template is an untrusted program. Two rules keep it from damaging a corpus or a machine. First, its output must be
+text, numbers or plain containers of those. Anything else, such as a method without its parentheses, has a default text
+with a memory address, which differs between processes. Second, each rendering has an *allowance* of units. It pays
+about one unit for each byte that goes into or comes out of an operation, and some for each step. Units are counted, not
+timed, so a row is rejected on every machine or on none.
 
-The allowance is far beyond what conversations need. Every rendering has the same base; once that is spent, a multiple
+The allowance is far larger than conversations need. Every rendering has the same base. Once that is spent, a multiple
 of the conversation's own size is added, once.
 """
 
@@ -44,30 +44,30 @@ MAX_NUMBER = 1 << (1 << 16)
 QUOTED = 12
 """The most bytes that Python's ``repr`` makes of a byte of text."""
 
-_SMALL = 1 << 16  # characters: shorter texts are joined first and looked at afterwards
+_SMALL = 1 << 16  # characters: shorter texts are joined first and checked afterwards
 
 _CONTAINERS: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 NUMBERS = frozenset({int, float, bool, complex, type(None)})
 """Types of values whose text and comparison cost next to nothing, large whole numbers apart."""
 
 
-class Overspent(TemplateError):  # noqa: N818 - a refusal: the row is at fault with this template
-    """A rendering asked for more than its allowance, or for something that no template may do."""
+class Overspent(TemplateError):  # noqa: N818 - a rejection: this row fails with this template
+    """A rendering needed more than its allowance, or used something that templates must not use."""
 
 
 class NotText(TemplateError):  # noqa: N818 - as above
-    """A template writes a value that is no text, number or plain container of those."""
+    """A template writes a value that is not text, a number or a plain container of those."""
 
 
 class Allowance:
-    """What the rendering that is under way may still spend; ``start`` begins the next one.
+    """The remaining budget of the current rendering; ``start`` begins the next one.
 
-    Any method may raise ``Overspent`` where too few units remain, and those that make text ``NotText``.
+    Any method may raise ``Overspent`` if too few units remain. Methods that make text may raise ``NotText``.
 
     Attributes:
-        remaining: units.
-        nests: whether the template may have put lists or dicts into others. Such a value may hold one list a thousand
-            times, so how long its text is can only be found by going through it.
+        remaining: remaining units.
+        nests: whether the template may have put lists or dicts into others. Such a value may contain one list a
+            thousand times, so the length of its text is only known after traversing it.
     """
 
     def __init__(self) -> None:
@@ -82,26 +82,26 @@ class Allowance:
         self._data = variables
 
     def compile(self, nests: bool) -> None:
-        """Begin to compile a template; ``nests`` holds for its renderings."""
+        """Begin to compile a template; ``nests`` applies to its renderings."""
         self.remaining = COMPILING
         self.nests, self._template_nests = True, nests
         self._data = None
 
     def spend(self, units: int) -> None:
-        """Take units off. Methods that a template calls most do this in place, as a call takes longer than the rest."""
+        """Subtract units. The most frequent methods do this inline, because a call takes longer than the rest."""
         self.remaining -= units
         if self.remaining < 0:
             self.extend_or_refuse()
 
     def extend_or_refuse(self) -> None:
-        """Add what the conversation's size allows, at most once per rendering. To be called when ``remaining`` < 0.
+        """Add units for the conversation's size, at most once per rendering. Call it when ``remaining`` < 0.
 
         Raises:
             Overspent: ``remaining`` is still negative.
         """
         if self._data is not None:
             data, self._data = self._data, None
-            measuring = Allowance()  # a second one: to measure the conversation spends nothing of this one
+            measuring = Allowance()  # a second object, so that measuring the conversation spends nothing of this one
             measuring.remaining = 1 << 62
             values = [value for value in data.values() if type(value) in (str, list, dict)]
             more = PER_UNIT_OF_DATA * measuring.weigh(values)
@@ -115,20 +115,20 @@ class Allowance:
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
         """Spend units for the size of a value: for each item of its containers and each byte of its texts.
 
-        An item that a value holds several times is counted each time.
+        An item that occurs several times in a value is counted each time.
 
         Args:
             value: any value of a template.
             factor: units for each byte of text.
-            written: whether the value is to be written as text, so that everything in it must have a text of its own.
+            written: whether the value is to be written as text, so that everything in it must have a defined text.
 
         Returns:
             The units that were spent. (``remaining`` may drop by less: spending can extend the allowance.)
 
         Raises:
-            NotText: something in a value that is to be ``written`` has no text of its own.
+            NotText: part of a ``written`` value has no defined text.
         """
-        waiting = [value]  # to be weighed: a stack instead of recursion, which Python limits
+        waiting = [value]  # a stack of values to weigh, instead of recursion, which Python limits
         take = waiting.pop
         units = spent = 0
         while waiting:
@@ -156,9 +156,9 @@ class Allowance:
         return spent + units
 
     def made(self, value: Any) -> Any:
-        """The same value, which an operation has just made, having paid for it: text and lists by their bytes.
+        """Return a value that an operation has just made, after paying for it: text and lists by their bytes.
 
-        A whole number of ``MAX_NUMBER`` or more, of either sign, is refused.
+        An integer of absolute value ``MAX_NUMBER`` or more is rejected.
         """
         if isinstance(value, str):
             self.remaining -= len(value) if value.isascii() else 4 * len(value)
@@ -171,8 +171,8 @@ class Allowance:
         return value
 
     def paid_items(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
-        """Iterate over something and pay ``weight`` units for each item when it is taken."""
-        items = iter(iterable)  # before the first item is asked for, so that what cannot be iterated over fails here
+        """Iterate over something, and pay ``weight`` units for each item when it is taken."""
+        items = iter(iterable)  # before the first item is requested, so that an error for non-iterables occurs here
 
         def paid() -> Iterator[Any]:
             for item in items:
@@ -184,14 +184,14 @@ class Allowance:
         return paid()
 
     def paid_list(self, iterable: Any, weight: int = 4 * ITEM) -> list[Any]:
-        """A list of the items, each paid with ``weight`` units."""
+        """Return a list of the items, paying ``weight`` units for each."""
         if isinstance(iterable, Sized):
             self.spend(len(iterable) * weight)
             return list(iterable)  # type: ignore[call-overload, no-any-return]
         return list(self.paid_items(iterable, weight))
 
     def text(self, value: Any) -> str:
-        """The text of a value that a template writes, as a plain ``str``."""
+        """Return the text of a value that a template writes, as a plain ``str``."""
         if isinstance(value, str):
             return str(value)
         if type(value) not in NUMBERS:
@@ -201,14 +201,14 @@ class Allowance:
         return text
 
     def soft_text(self, value: Any) -> str:
-        """The text of a value; a string, which may be ``Markup``, stays the same object."""
+        """Return the text of a value. A string, which may be ``Markup``, stays the same object."""
         if isinstance(value, str):
-            self.spend(8 * text_bytes(value))  # what escaping may make of it
+            self.spend(8 * text_bytes(value))  # escaping may produce this much
             return value
         return self.text(value)
 
     def joined(self, strings: Any, separator: str = "") -> str:
-        """``separator.join(strings)``. The caller must see to it that all of them are strings."""
+        """Return ``separator.join(strings)``. The caller must ensure that all of them are strings."""
         if type(strings) is not list:
             strings = self.paid_list(strings)
         units = sum(map(len, strings)) + len(separator) * len(strings)
@@ -224,12 +224,12 @@ class Allowance:
 
 
 def text_bytes(text: str) -> int:
-    """The most bytes that Python takes for the characters of a text, which it stores at one width."""
+    """Return the maximum size of a text in bytes in Python, which stores all characters at one width."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 def _description(value: Any) -> str:
-    """The end of an error message about a value that has no text of its own."""
+    """Return the end of an error message about a value without a defined text."""
     if hasattr(value, "__next__") and type(value).__module__ == "builtins":  # generators and iterators, not loops
         return "values that are still to come: was `| list` forgotten?"
     name = getattr(value, "__name__", None) or getattr(value, "name", None)

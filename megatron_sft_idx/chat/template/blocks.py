@@ -1,4 +1,4 @@
-"""What the model generates of each answer of a template with ``{% generation %}`` markers: what they enclose."""
+"""The generated part of each answer for a template with ``{% generation %}`` markers: the text inside them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OUTSIDE = (
 
 
 class BlockFinder:
-    """Finds what generation markers enclose of each assistant message.
+    """Finds the text inside generation markers for each assistant message.
 
     Args:
-        rules: what holds for every conversation.
-        traced: the rendering, and which message wrote what.
+        rules: the rules for every conversation.
+        traced: the rendering, and which message wrote which part.
         row: the stand-in.
-        render: renders other ``messages`` and variables; returns None where the template refuses them.
+        render: renders other ``messages`` and variables; returns None if the template rejects them.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class BlockFinder:
         self._blocks: dict[int, Ranges] | None = None
 
     def said(self, message: int) -> Said:
-        """What the markers enclose of one assistant message.
+        """Return the text inside the markers for one assistant message.
 
         Raises:
-            SequenceError: the template leaves out some of the message's words, or the markers do; or they enclose words
-                of another speaker.
+            SequenceError: the template or the markers omit some of the message's words, or the markers contain words of
+                another speaker.
         """
         if self._blocks is None:
             self._require_answers_only()
@@ -76,7 +76,7 @@ class BlockFinder:
         return Said(spans, trained, notes)
 
     def _require_answers_only(self) -> None:
-        """Refuse markers around what anyone but the assistant says."""
+        """Reject markers around words of any role except the assistant."""
         for one in self._finder.placed:
             speaker = self._holes[one.number].message
             role = self._messages[speaker].get("role")
@@ -89,11 +89,12 @@ class BlockFinder:
                 )
 
     def _by_message(self) -> dict[int, Ranges]:
-        """The template's generation blocks by message.
+        """Return the template's generation blocks by message.
 
-        A block outside every loop belongs to the next answer that no loop wrote and whose words it holds. If there is
-        none, it may be an end of turn written after the loop, and belongs to the message before it. A block without
-        words that a question or a result wrote may be an end of turn too, and belongs to the answer before it.
+        A block outside every loop belongs to the next answer that was not written by a loop and whose words it
+        contains. If there is none, it may be an end of turn written after the loop, and belongs to the message before
+        it. A block without words, written by a question or a result, may also be an end of turn, and belongs to the
+        answer before it.
 
         Raises:
             SequenceError: a block outside every loop belongs to no message.
@@ -106,7 +107,7 @@ class BlockFinder:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
-                # An end of turn has no words, but for its tags; a tag begins with its bracket.
+                # An end of turn has no words except for its tags; a tag begins with its bracket.
                 if not self._text[start : start + 1].isalnum() and not any(
                     map(str.isalnum, TAG.sub("", self._text[start:stop]))
                 ):
@@ -125,7 +126,7 @@ class BlockFinder:
         return spans
 
     def _stands_alone(self, message: int, start: int, stop: int) -> bool:
-        """Whether the text from ``start`` to ``stop`` holds the words of an answer that no loop wrote."""
+        """Return whether the text from ``start`` to ``stop`` contains the words of an answer not written by a loop."""
         pieces = utterances_of(self._messages[message])
         answers = self._messages[message].get("role") == "assistant" and message not in self._written
         return answers and bool(pieces) and all(self._text.find(one.text, start, stop) >= 0 for one in pieces)

@@ -1,7 +1,7 @@
-"""``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
+"""``ChatTemplate`` renders conversations and finds the part of the text that is trained on.
 
-``style`` brings messages into a form that the template takes, ``row_masks`` finds what the model must learn of them.
-Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
+``style`` converts messages to a form that the template accepts, ``row_masks`` finds the text that the model must learn.
+All errors of a template become a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _Result = TypeVar("_Result")
 
 
 class _Form(NamedTuple):
-    """One conversation in one of the forms that a template may take.
+    """A conversation in one of the forms that a template may accept.
 
     Attributes:
         conversation: the conversation as it was given.
-        messages: its messages as the template sees them.
-        variables: all template variables, ``messages`` among them.
-        notes: counts for the summary by name; rendering adds to them.
+        messages: its messages, as given to the template.
+        variables: all template variables, including ``messages``.
+        notes: counts for the summary, by name; rendering adds to them.
         style: the form of contents and arguments.
-        missing: what stands for the missing content of an answer.
-        text: the rendering, if it was made already, or the error that it raised.
+        missing: the replacement for the missing content of an answer.
+        text: the rendering, if it was already made, or its error.
     """
 
     conversation: Conversation
@@ -73,32 +73,32 @@ class _Form(NamedTuple):
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
-    """A rendering asked for more than its allowance. No other form of the conversation is tried after that."""
+    """A rendering needed more than its allowance. No other form of the conversation is tried after that."""
 
 
 class _UnrenderedError(SequenceError):
-    """The template refused a conversation in this form. An error that another form gave says more to the user."""
+    """The template rejected a conversation in this form. An error from another form is more useful to the user."""
 
 
 class ChatTemplate:
-    """A chat template that knows which of its text the model must learn.
+    """A chat template that finds the part of its text that the model must learn.
 
-    Threads may share it: a lock lets one of them render at a time. Unpickling compiles the template anew.
+    Threads can share it: a lock lets one of them render at a time. Unpickling compiles the template again.
 
     Args:
         source: the template.
         special_tokens: template variables such as ``bos_token`` and ``eos_token``.
         control_tokens: texts of the tokenizer's special tokens. Data that spells one must not become one.
         options: what is trained on.
-        template_kwargs: further template variables; a row's own take precedence.
-        name: what errors call the template, such as the file it came from.
+        template_kwargs: further template variables; those of a row take precedence.
+        name: name of the template in errors, such as the file it came from.
 
     Attributes:
-        has_generation_markers: whether the template itself marks what is trained on, with ``{% generation %}``.
+        has_generation_markers: whether the template itself marks the trained text with ``{% generation %}``.
 
     Raises:
-        FormatError: the template does not compile, an option has an impossible value, or ``train_on="markers"`` is
-            asked of a template without generation markers.
+        FormatError: the template does not compile, an option has an impossible value, or ``train_on="markers"`` is used
+            for a template without generation markers.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides text and spans, the same on any machine."""
+        """A hash of everything that determines text and spans; the same on any machine."""
         options = self.options
         parts = [
             REVISION,
@@ -160,26 +160,26 @@ class ChatTemplate:
         return constructor, (self._source,)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Render a conversation as one text and find what is trained on in it.
+        """Render a conversation as one text, and find the trained part of it.
 
         Raises:
-            SequenceError: the conversation cannot be used with this template: the template refuses it, fails
-                on it, runs away, writes what has no text, or leaves out what the assistant says; or nothing tells
-                where that is. ``source`` is only ``"conversation"``.
-            FormatError: the template cannot be used: it needs a date, or reaches for what it may not.
+            SequenceError: the conversation cannot be used with this template: the template rejects it, fails, exceeds
+                its allowance, writes a value without a defined text, or omits assistant words; or their location is
+                ambiguous. ``source`` is only ``"conversation"``.
+            FormatError: the template cannot be used: it needs a date, or uses something that is not allowed.
         """
         with self._lock:
             return self._in_some_form(self._forms(conversation), lambda form: [self._whole(form)])[0]
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation as one text or, with ``earlier_reasoning="split"``, as a text for each turn.
+        """Render a conversation as one text or, with ``earlier_reasoning="split"``, as one text per turn.
 
-        The text of a turn has an assistant message that is trained on, and the messages before it but none behind it,
-        as the model would see them; only that message is trained on. No text is made of a turn if the next turn's text
-        begins with it, or if the template refuses to render it: the next text then trains on both turns.
+        The text of a turn has an assistant message that is trained on, and the messages before it but none after it, as
+        the model would see them; only that message is trained on. A turn gets no text if the next turn's text begins
+        with it, or if the template rejects it; the next text then trains both turns.
 
         Raises:
-            SequenceError, FormatError: as ``render``.
+            SequenceError, FormatError: see ``render``.
         """
         (outcome,) = self.render_each([conversation])
         if isinstance(outcome, ValueError):
@@ -187,10 +187,10 @@ class ChatTemplate:
         return outcome
 
     def render_each(self, conversations: Sequence[Conversation]) -> Iterator[list[Rendered] | ValueError]:
-        """Render conversations as ``render_turns`` does; a hundred or so at once are quicker than one by one.
+        """Render conversations like ``render_turns``; about a hundred at once is faster than one by one.
 
-        Texts come first and spans after, since the code of the two steps does not fit into a processor's caches
-        together: for 64 short rows that saves a fifth of the time.
+        All texts are made first and spans after, because the code of both steps together does not fit into CPU caches:
+        for 64 short rows this saves a fifth of the time.
 
         Yields:
             For each conversation its texts, or the error that ``render_turns`` raises.
@@ -218,7 +218,7 @@ class ChatTemplate:
             yield outcome
 
     def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
-        """The first of some forms with its text; or the error of a conversation that has no form."""
+        """Return the first of several forms with its text, or the error of a conversation without any form."""
         try:
             form = next(forms)
         except ValueError as error:
@@ -229,9 +229,9 @@ class ChatTemplate:
             return form._replace(text=error)
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
-        """The forms of a conversation, to be tried in turn: first that of transformers, changed only as the style says.
+        """Yield the forms of a conversation to try in turn, first that of transformers in the template's style.
 
-        The last forms have contents as strings where the style has content parts, or the other way round.
+        The last forms have contents as strings if the style has content parts, or the other way round.
 
         Raises:
             SequenceError: the conversation cannot be used in any form.
@@ -252,10 +252,10 @@ class ChatTemplate:
                 yield _Form(conversation, messages, self._variables(messages, conversation), notes, style, missing)
 
     def _in_some_form(self, forms: Iterable[_Form], step: Callable[[_Form], list[Rendered]]) -> list[Rendered]:
-        """Render the preferred form of the style; if the template spoils it, the form with the shortest rendering.
+        """Render the preferred form of the style; if the result is spoilt, use the form with the shortest rendering.
 
-        Spoilt is one with content parts as Python prints them, or with the word None for a missing content. A longer
-        rendering may have an empty turn for that content.
+        A rendering is spoilt if it has content parts as Python prints them, or the word None for a missing content. A
+        longer rendering may have an empty turn for that content.
 
         Raises:
             SequenceError: the template renders no form, or spoils all.
@@ -272,7 +272,7 @@ class ChatTemplate:
             except _Runaway:
                 raise
             except SequenceError as error:
-                # The first failure is told, unless it says only that nothing was rendered.
+                # Report the first failure, unless it only says that nothing was rendered.
                 unsaid = isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
                 failed = error if failed is None or unsaid else failed
                 continue
@@ -294,14 +294,14 @@ class ChatTemplate:
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
 
     def _writes_more(self, rendered: Sequence[Rendered], form: _Form, what: str) -> bool:
-        """Whether the template wrote something more often than the row and the template themselves spell it."""
+        """Return whether the template wrote something more often than the row and the template's source spell it."""
         row = form.conversation
         strings = "\0".join(strings_in([row.messages, row.tools]))
         meant = strings.count(what) + self._source.count(what)
         return any(one.text.count(what) > meant for one in rendered)
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
-        """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
+        """Render one text and find its spans, for the ``chosen`` messages or for those selected by the options."""
         if self.options.train_on == "markers":
             return self._enclosed(form)
         weights = form.conversation.weights
@@ -337,7 +337,7 @@ class ChatTemplate:
         return Rendered(text, spans, literals, form.notes)
 
     def _enclosed(self, form: _Form) -> Rendered:
-        """Render one text whose spans are what the generation markers enclose, with the weight of who says it."""
+        """Render one text whose spans are the text inside the generation markers, with the weights of the messages."""
         try:
             traced = self._render_or_raise(self._template.render, form.messages, form.variables)
         except Untraceable as error:
@@ -359,7 +359,7 @@ class ChatTemplate:
         return Rendered(traced.text, sorted(spans), literals, form.notes)
 
     def _require_words(self, messages: Sequence[Mapping[str, Any]], speakers: Sequence[int], text: str) -> None:
-        """Refuse the row unless all that these messages say stands in the text, no matter where."""
+        """Reject the row unless all words of these messages are anywhere in the text."""
         whole = "".join(text.split())
         for index in speakers:
             for piece in utterances_of(messages[index]):
@@ -370,7 +370,7 @@ class ChatTemplate:
                     )
 
     def _split(self, form: _Form) -> list[Rendered]:
-        """Render one text for each turn, as ``render_turns`` says."""
+        """Render one text per turn; see ``render_turns``."""
         chosen = selected(form.messages, form.conversation.weights, self.options.train_on)
         if not chosen:
             return [self._whole(form)]
@@ -427,16 +427,16 @@ class ChatTemplate:
         return Renderer(plain, traced, key)
 
     def _spans(self, said: Mapping[int, Said], weights: Sequence[float], length: int) -> list[Span]:
-        """The spans of messages with their weights, ascending.
+        """Return the spans of messages with their weights, ascending.
 
-        With ``train_on="all"`` the text that no chosen message generated has spans too, of weight 1. The text has
+        With ``train_on="all"``, the text outside the chosen messages also gets spans, of weight 1. The text has
         ``length`` characters.
         """
         trained = [(start, stop, message) for message, one in said.items() for start, stop in one.trained]
         spans: list[Span] = []
         at = 0
         for start, stop, message in sorted(trained):
-            # Two spans may overlap, since the end of a turn may stand in the next message's text.
+            # Two spans can overlap, because the end of a turn can be in the next message's text.
             if stop > (first := start if start > at else at):
                 spans.append(Span(first, stop, weights[message]))
                 at = stop
@@ -451,10 +451,10 @@ class ChatTemplate:
         return sorted(spans, key=lambda span: span.start)
 
     def _render_or_none(self, variables: dict[str, Any]) -> str | None:
-        """Render an altered or made-up conversation; None where the template refuses it or fails on it.
+        """Render a modified or artificial conversation; None if the template rejects it or fails.
 
         Raises:
-            SequenceError: it asks for more than its allowance.
+            SequenceError: it needs more than its allowance.
             FormatError: the template cannot be used at all.
         """
         try:
@@ -467,7 +467,7 @@ class ChatTemplate:
             return None
 
     def _literals(self, text: str, form: _Form) -> Ranges:
-        """Where in ``text`` control tokens stand that the data spells."""
+        """Return the positions in ``text`` of control tokens spelled by the data."""
         data = {"messages": form.messages, "tools": form.conversation.tools, **form.conversation.kwargs}
         ranges, read_by_template = self._controls.spelt(
             data, text, lambda altered: self._render_or_none({**form.variables, **altered})
@@ -477,7 +477,7 @@ class ChatTemplate:
         return ranges
 
     def _render_or_raise(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Call a method that renders; whatever the template does wrong becomes a SequenceError or FormatError."""
+        """Call a method that renders. Any error of the template becomes a SequenceError or FormatError."""
         try:
             return step(*arguments)
         except (FormatError, SequenceError, Untraceable):

@@ -1,10 +1,10 @@
-"""How a chat template is compiled to Python code that pays for what it does.
+"""Compile a chat template to Python code that pays for its work.
 
-Jinja compiles a template to Python. ``CountingGenerator`` writes that code: an operation that can make a large value or
-take long (joining, adding, slicing, comparing, searching) becomes a call that pays for it from the allowance; a loop
-pays for every iteration by the size of its body, a macro or block whenever it is entered. Look-ups that templates make
-thousands of times are written as Python's own, where the value is exactly a dict or the loop, and the sandbox would
-give the same answer. The code may rely on ``environment`` being a ``TemplateEnvironment``.
+Jinja compiles a template to Python. ``CountingGenerator`` generates that code. An operation that can make a large value
+or take long (joining, adding, slicing, comparing, searching) becomes a call that pays from the allowance. A loop pays
+for every iteration according to the size of its body, a macro or block on every entry. Lookups that templates make
+thousands of times become plain Python if the value is exactly a dict or the loop and the sandbox would give the same
+result. The code requires that ``environment`` is a ``TemplateEnvironment``.
 """
 
 from __future__ import annotations
@@ -54,17 +54,20 @@ class GenerationBlocks(Extension):
 
 
 class CountingGenerator(CodeGenerator):
-    """Writes a template's syntax tree as Python code: each ``visit_...``, Jinja's interface, one kind of node."""
+    """Generates Python code from a template's syntax tree.
+
+    Each ``visit_...`` (Jinja's interface) handles one node type.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Units by the id() of a node that a loop iterates over, for each iteration, or of a body, for each entry.
+        # Units by the id() of a node: of a loop's iterable, for each iteration, or of a body, for each entry.
         self._prices: dict[int, int] = {}
 
     # ---- bodies ----
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Write a node; if a loop iterates over its value, write that each iteration is paid."""
+        """Write a node. If a loop iterates over its value, also write the payment for each iteration."""
         price = self._prices.pop(id(node), None)
         if price is None:
             return super().visit(node, *args, **kwargs)
@@ -73,7 +76,7 @@ class CountingGenerator(CodeGenerator):
         return self.write(f", {price})")
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        """Write the statements of a body, behind the payment of a body that pays on entry."""
+        """Write the statements of a body, after the payment of a body that pays on entry."""
         price = self._prices.get(id(nodes))
         if price is not None:
             self.writeline(f"environment.allowance.spend({price})")
@@ -124,9 +127,9 @@ class CountingGenerator(CodeGenerator):
         self._write_code(frame, f"environment.{method}(", *commas, ")")
 
     def _write_joined(self, method: str, operands: Sequence[nodes.Expr], frame: Frame) -> None:
-        """Write the joining of operands: as an f-string where all are plain strings, else as a call of a method.
+        """Write the joining of operands: as an f-string if all are plain strings, else as a method call.
 
-        An f-string is paid for when it is made, so it has two operands at most that may be large.
+        An f-string is paid for after it is made, so it has at most two operands that can be large.
         """
         variable = [operand for operand in operands if _text_of(operand) is None]
         if not 1 <= len(variable) <= 2:
@@ -181,7 +184,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Write a comparison. It takes no longer than the smaller of two operands, so the last need not pay."""
+        """Write a comparison. It takes no longer than the smaller of two operands, so the last one need not pay."""
         operands = [node.expr, *(operand.expr for operand in node.ops)]
         operators = [operand.op for operand in node.ops]
         if operators in (["in"], ["notin"]) and not _is_constant_list(operands[1]):
@@ -204,7 +207,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
-        """Write ``a.b``: a dict's item or an attribute of ``loop`` at once, all else through the sandbox."""
+        """Write ``a.b``: directly for a dict's item or an attribute of ``loop``, otherwise through the sandbox."""
         name, attribute = self.temporary_identifier(), node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in LOOP_ATTRIBUTES:
             quick, condition = f"{name}.{attribute}", "LoopContext"
@@ -218,7 +221,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Write ``a[b]`` or ``a[b:c]``; a dict's item by a constant name is taken at once."""
+        """Write ``a[b]`` or ``a[b:c]``; directly for a dict's item with a constant name."""
         if isinstance(node.arg, nodes.Slice):
             self._write_code(frame, "environment.allowance.made(", node.node, "[", node.arg, "])")
         elif (text := _text_of(node.arg)) is not None:
@@ -241,7 +244,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Write a call; for one of a method ``call_method`` is called, which need not look the method up first."""
+        """Write a call. For a method, ``call_method`` is called, which does not need to look it up first."""
         if forward_caller or not isinstance(node.node, nodes.Getattr):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
@@ -252,7 +255,7 @@ class CountingGenerator(CodeGenerator):
 
 
 def _escapes(frame: Frame) -> bool:
-    """Whether output may be escaped here, as within ``{% autoescape true %}``."""
+    """Return whether output may be escaped here, as inside ``{% autoescape true %}``."""
     return bool(frame.eval_ctx.volatile or frame.eval_ctx.autoescape)
 
 
@@ -262,7 +265,7 @@ def _text_of(node: nodes.Node) -> str | None:
 
 
 def _is_number(node: nodes.Node) -> bool:
-    """Whether an expression is a small number, whatever the conversation holds."""
+    """Return whether an expression is a small number for any conversation."""
     if isinstance(node, nodes.Filter):
         return node.name in ("length", "count")
     if isinstance(node, nodes.Sub):
@@ -276,14 +279,14 @@ def _is_constant_list(node: nodes.Node) -> bool:
 
 
 def _body_units(body: Sequence[nodes.Node]) -> int:
-    """The units that one execution of these statements costs, without the loops and macros that pay for themselves."""
+    """Return the cost of executing these statements once, without the loops and macros that pay themselves."""
     return ITEM + _NODE_UNITS * sum(1 + sum(1 for _ in node.find_all(nodes.Node)) for node in body)
 
 
 def nests(tree: nodes.Template) -> bool:
-    """Whether a template may put lists or dicts into others: by a literal, a filter, or the arguments of a macro.
+    """Return whether a template may put lists or dicts into others: by a literal, a filter, or arguments of a macro.
 
-    Only then can a value be much larger than the conversation, by holding one list many times.
+    Only then can a value be much larger than the conversation, because it can contain one list many times.
     """
     for node in tree.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Name, nodes.Call)):
         if isinstance(node, nodes.Filter):

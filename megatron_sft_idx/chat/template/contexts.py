@@ -1,4 +1,4 @@
-"""The few messages around an answer in which it is judged."""
+"""The short context of messages in which an answer is judged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 class Contexts:
     """The contexts in which the answers of a conversation are judged.
 
-    A *block* is a question with all that answers it. The smallest context has the system messages at the beginning;
-    of the answer's block its question, the answer, the answers before and behind it, the last one, and the results of
-    calls among these; and the next question.
+    A *block* is a question with everything that answers it. The smallest context has: the system messages at the
+    beginning; from the answer's block, its question, the answer, the answers before and after it, the last one, and the
+    results of calls among these; and the next question.
 
     Args:
-        roles: who speaks in each message.
+        roles: the role of each message.
     """
 
     def __init__(self, roles: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
-"""Control tokens that the data spells, found in a rendered text by renaming them in the data and rendering again.
+"""Find control tokens spelled by the data in a rendered text, by renaming them in the data and rendering again.
 
-Such a rendering costs as much as the first one, so only rows whose data spell a control token are rendered again.
+Rendering again costs as much as the first time, so only rows whose data spells a control token are rendered again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_sft_idx.chat.template.messages import THINKING_TAG
 
 
 class ControlTokens:
-    """Finds the tokenizer's control tokens where the data, and not the template, spells them.
+    """Finds the tokenizer's control tokens that are spelled by the data and not by the template.
 
-    In assistant messages the tags around reasoning do not count: there they are meant as control tokens.
+    In assistant messages, the tags around reasoning do not count, because there they are meant as control tokens.
 
     Args:
         texts: the texts of the control tokens; empty ones are ignored.
 
     Attributes:
-        texts: the same without repetitions, longest first.
+        texts: the same texts without duplicates, longest first.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -35,17 +35,17 @@ class ControlTokens:
         self._assistant = re.compile("|".join(map(re.escape, untagged)) or "(?!)")
         self._firsts = tuple(sorted({text[0] for text in longest_first}))
         self._firsts_utf8 = tuple(first.encode("utf-8", "surrogatepass") for first in self._firsts)
-        # Whether JSON writes all of these tokens without an escape, so that they can be looked for in JSON text.
+        # Whether JSON writes all these tokens without escapes, so that they can be searched in JSON text.
         self._plain_in_json = not any(re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first)
 
     def among(self, value: Any) -> set[str]:
-        """The control tokens spelt anywhere in a JSON-like value, keys included."""
+        """Return the control tokens spelled anywhere in a JSON-like value, including keys."""
         found: set[str] = set()
         try:
             text = orjson.dumps(value) if self._plain_in_json else None
         except (TypeError, ValueError):
             text = None
-        # For nearly every row the JSON text shows quickly that it spells none.
+        # For nearly every row, the JSON text quickly shows that it spells none.
         if text is None or (
             any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode()) is not None
         ):
@@ -71,17 +71,17 @@ class ControlTokens:
     def spelt(
         self, data: Mapping[str, Any], text: str, render: Callable[[Mapping[str, Any]], str | None]
     ) -> tuple[list[tuple[int, int]], set[str]]:
-        """Find where in ``text`` the control tokens stand that the data spells.
+        """Find the positions in ``text`` of control tokens spelled by the data.
 
         Args:
-            data: the template variables that hold strings of the data.
+            data: the template variables that contain strings of the data.
             text: their plain rendering.
-            render: renders altered ``data``; returns None where the template refuses it.
+            render: renders modified ``data``; returns None if the template rejects it.
 
         Returns:
             The ascending ``(start, stop)`` ranges of these tokens; and the control tokens that the template itself
-            looks for in the data, such as a ``</think>`` at which it splits an answer. The latter have no ranges: they
-            are the template's to interpret, and stay control tokens.
+            searches for in the data, such as a ``</think>`` at which it splits an answer. The latter have no ranges:
+            they belong to the template, and stay control tokens.
         """
         tokens = self.among(data)
         ranges = self._ranges(data, tokens, text, render) if tokens else []
@@ -98,17 +98,17 @@ class ControlTokens:
         text: str,
         render: Callable[[Mapping[str, Any]], str | None],
     ) -> list[tuple[int, int]] | None:
-        """The ranges of these tokens; None where the template writes other text if they are renamed in the data."""
+        """Return the ranges of these tokens; None if the template writes other text after renaming them in the data."""
         nonce = "Zq"
         while nonce in text or nonce in repr(data):
             nonce += "Zq"
         order = sorted(tokens, key=lambda token: (-len(token), token))
-        # Letters and digits pass through tojson, escaping and trimming alike.
+        # Letters and digits are not changed by tojson, escaping or trimming.
         names = {token: f"{nonce}{number}x" for number, token in enumerate(order)}
         altered = render(_renamed(data, names, order))
         if altered is None:
             return None
-        split = re.split(f"{nonce}([0-9]+)x", altered)  # text and numbers of tokens in turn
+        split = re.split(f"{nonce}([0-9]+)x", altered)  # alternating text and numbers of tokens
         split[1::2] = [order[int(number)] for number in split[1::2]]
         ends = [*accumulate(map(len, split))]
         return list(zip(ends[:-1:2], ends[1::2], strict=True)) if "".join(split) == text else None

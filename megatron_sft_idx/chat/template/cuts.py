@@ -1,4 +1,4 @@
-"""What the options leave of a turn: reasoning and calls, with the tags around them, cut out of its spans."""
+"""Apply the options to a turn: remove reasoning and calls, with the tags around them, from its spans."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Cuts:
     """Cuts one message of a rendered conversation.
 
     Args:
-        rules: what holds for every conversation.
+        rules: the rules for every conversation.
         text: the rendering.
-        messages: the messages as the template saw them.
+        messages: the messages, as given to the template.
         message: position of the message.
-        render: renders other ``messages`` and variables; returns None where the template refuses them.
+        render: renders other ``messages`` and variables; returns None if the template rejects them.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Cuts:
         self._render = render
 
     def without(self, spans: Ranges, found: Found) -> Ranges:
-        """The spans without reasoning and calls, where the options do not train on these."""
+        """Return the spans without reasoning and calls, if the options exclude these."""
         cuts: Ranges = []
         if not self._options.train_on_thinking:
             cuts += self._thinking(found, spans)
@@ -51,7 +51,7 @@ class Cuts:
         return cut(spans, cuts)
 
     def _thinking(self, found: Found, spans: Ranges) -> Ranges:
-        """The range of a message's reasoning and the tags around it, such as ``<think></think>``; [] without either."""
+        """Return the range of a message's reasoning with its tags, such as ``<think></think>``; [] if it has none."""
         start, stop = spans[0][0], spans[-1][1]
         said = _stretches(found, "content")
         thought = _stretches(found, "reasoning")
@@ -62,7 +62,7 @@ class Cuts:
         low, high = thought[0]
         called = [span for span in _stretches(found, "call") if span[1] <= low]
         if called:
-            # Calls before the reasoning end with text of their own, behind which only a tag opens the reasoning.
+            # Calls before the reasoning end with their own text; after it, only a tag opens the reasoning.
             opening = _OPENING.search(self._text[called[-1][1] : low])
             low = called[-1][1] + opening.start() if opening else low
         else:
@@ -74,9 +74,9 @@ class Cuts:
         return [(low, closing.end())]
 
     def _opens_without_reasoning(self, start: int, tag: str) -> bool:
-        """Whether the turn begins with the tag behind the reasoning even without reasoning: it then closes nothing."""
+        """Return whether the turn begins with this tag even without reasoning; the tag then closes nothing."""
         if tag.startswith(("</", "[/")) or "end" in tag.lower() or (tag.endswith("|>") and not tag.startswith("<|")):
-            return False  # it says itself that it closes something
+            return False  # its spelling shows that it closes something
         at = self._message
         bare = {key: value for key, value in self._messages[at].items() if key not in REASONING_FIELDS}
         messages = [*self._messages[:at], bare, *self._messages[at + 1 :]]
@@ -84,19 +84,19 @@ class Cuts:
         return other is not None and other.startswith(self._text[:start]) and other[start:].lstrip().startswith(tag)
 
     def _calls(self, found: Found, spans: Ranges) -> Ranges:
-        """Where the calls of a message stand: between its words, or behind them up to the end of the turn."""
+        """Return the ranges of the calls of a message: between its words, or after them up to the end of the turn."""
         start, stop = spans[0][0], spans[-1][1]
         said = sorted(_stretches(found, "content") + _stretches(found, "reasoning"))
         after = said[-1][1] if said else start
         names = {self._text[low:high] for low, high, kind in found if kind == "call"}
         if said and not any(self._text.find(name, after, stop) >= 0 for name in names):
-            # Calls before the answer: between the words before them and the answer.
+            # Calls before the answer: between the previous words and the answer.
             before = said[-2][1] if len(said) > 1 else start
             return [(self._past_thinking(before, said[-1][0]), said[-1][0])]
         return [(self._past_thinking(after, stop), stop)]
 
     def _past_thinking(self, start: int, stop: int) -> int:
-        """The end of an empty block of reasoning, or of its closing tag, at ``start``; else ``start``."""
+        """Return the end of an empty block of reasoning, or of its closing tag, at ``start``; else ``start``."""
         closing = EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
 
@@ -106,7 +106,7 @@ def _stretches(found: Found, wanted: str) -> Ranges:
 
 
 def cut(spans: Ranges, cuts: Ranges) -> Ranges:
-    """What the cuts leave of spans."""
+    """Return spans without the cuts."""
     for low, high in cuts:
         spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
         spans = [(start, stop) for start, stop in spans if start < stop]

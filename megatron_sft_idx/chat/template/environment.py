@@ -1,14 +1,14 @@
 """The sandbox that chat templates run in.
 
-Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, set up as transformers
-sets it up (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``, ``strftime_now``, a ``tojson`` that
-does not escape HTML), so that the same template gives the same text. Three differences are deliberate. A template gets
-nothing random and no clock. It may call only what is on a list (``methods``, ``filters``, ``functions``). An allowance
-limits what one rendering may do and write (``allowance``), which all of these spend, the operators (``operators``) of
-the compiled code (``compiler``) among them.
+Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, with the same setup as in
+transformers (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``, ``strftime_now``, a ``tojson``
+that does not escape HTML), so the same template gives the same text. Three differences are deliberate. A template gets
+no randomness and no clock. It may call only functions on a list (``methods``, ``filters``, ``functions``). An allowance
+limits the work and output of one rendering (``allowance``). All of these spend it, including the operators
+(``operators``) of the compiled code (``compiler``).
 
-Look-ups and calls that chat templates make thousands of times take short cuts, but only where the value is exactly a
-dict, list or string and the sandbox would give the same answer.
+Frequent lookups and calls of chat templates use shortcuts, but only if the value is exactly a dict, list or string and
+the sandbox would give the same result.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ MARK = "trace "
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _VIEWS = frozenset({"items", "keys", "values"})
-_FIELD_UNITS = 128  # units of a field of ``str.format``, which is looked up and formatted in Python
+_FIELD_UNITS = 128  # units for a field of ``str.format``, which is looked up and formatted in Python
 
 
 class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
     """A sandbox with the names and filters that chat templates expect.
 
     Args:
-        template_date: the day, ``YYYY-MM-DD``, that ``strftime_now`` tells; None refuses templates that ask for it.
+        template_date: the day, ``YYYY-MM-DD``, for ``strftime_now``; None rejects templates that ask for it.
 
     Attributes:
-        allowance: what the rendering under way may still do. One environment serves one rendering at a time.
+        allowance: the remaining budget of the current rendering. One environment serves one rendering at a time.
 
     Raises:
         ValueError: ``template_date`` is not a date.
@@ -71,7 +71,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         self.globals.update(globals_of(self, template_date))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Answer ``obj.attribute`` as the sandbox does."""
+        """Return ``obj.attribute`` like the sandbox."""
         kind = type(obj)
         if kind is dict and attribute not in DICT_ATTRIBUTES:
             value = obj.get(attribute, _MISSING)
@@ -88,7 +88,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Answer ``obj[argument]`` as the sandbox does."""
+        """Return ``obj[argument]`` like the sandbox."""
         if type(obj) is dict and type(argument) is str:
             value = obj.get(argument, _MISSING)
             if value is not _MISSING:
@@ -100,10 +100,10 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         return super().getitem(obj, self.key(argument))
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a filter that a template names in a string, as in ``map("trim")``.
+        """Call a filter named in a string, as in ``map("trim")``.
 
         Raises:
-            TemplateRuntimeError: there is no such filter, or it is a mark of tracing, which no template may call.
+            TemplateRuntimeError: the filter does not exist, or is a mark of tracing, which templates must not call.
         """
         if isinstance(name, str) and name.startswith(MARK):
             raise TemplateRuntimeError(f"No filter named {name!r}.")
@@ -116,9 +116,9 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call what a template calls: methods of plain values if they are on the list, all else as the sandbox does.
+        """Call an object for a template: methods of plain values if they are on the list, all others like the sandbox.
 
-        Methods that change their object need no check here: the sandbox's look-ups never return them.
+        Methods that modify their object need no check here, because the sandbox's lookups never return them.
         """
         kind = type(__obj)
         __self.allowance.spend(4 * ITEM * (len(args) + len(kwargs)))
@@ -126,7 +126,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
             kind is MethodType and (isinstance(__obj.__self__, Markup) or __obj.__self__ is Markup)
         )
         if plain or kind is Macro or __obj is TemplateNamespace:
-            kwargs.pop("_loop_vars", None)  # compiled loops and blocks pass their scopes along, meant for the context
+            kwargs.pop("_loop_vars", None)  # compiled loops and blocks pass their scopes, meant for the context
             kwargs.pop("_block_vars", None)
             if plain:
                 return call_method(__self, __obj.__self__, __obj.__name__, args, kwargs)
@@ -148,7 +148,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call ``value.name(...)`` for compiled code, which passes the scopes of its loop and block along."""
+        """Call ``value.name(...)`` for compiled code, which also passes the scopes of its loop and block."""
         kind = type(value)
         if kind is str and name in METHODS[str]:
             short = not args or (type(args[0]) is str and len(args[0]) < SHORT)
@@ -171,9 +171,9 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         return self.call(context, self.getattr(value, name), *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """A template's ``str.format`` or ``str.format_map``; None where ``value`` is neither.
+        """Return a template's ``str.format`` or ``str.format_map``; None if ``value`` is neither.
 
-        It formats as the sandbox does, pays for each field, and refuses fields that have no text of their own.
+        It formats like the sandbox, pays for each field, and rejects fields without a defined text.
         """
         if super().wrap_str_format(value) is None:
             return None
@@ -194,7 +194,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
 
 
 class _MeteredFormatter(SandboxedFormatter):
-    """Formats fields as the sandbox does, each of them paid for."""
+    """Formats fields like the sandbox, and pays for each."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         """Format one field."""
@@ -211,4 +211,4 @@ class _MeteredFormatter(SandboxedFormatter):
 
 
 class _EscapeFormatter(_MeteredFormatter, SandboxedEscapeFormatter):
-    """Formats the fields of Markup, which are escaped, each of them paid for."""
+    """Formats the fields of Markup, with escaping, and pays for each."""

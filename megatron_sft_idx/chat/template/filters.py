@@ -1,9 +1,9 @@
 """Jinja's filters and tests for chat templates, each of which pays for what it does.
 
-A filter pays as a method does (``methods``): for the bytes that go in and come out, and for a bound on its work where
-that may be more. What goes in differs: one text, or the items of a list, or all that a value holds. A value that a
-filter turns into text must have a text form. What is not listed here is refused by name. ``tojson`` does not
-escape HTML, as in transformers.
+A filter pays like a method (``methods``): for the bytes that go in and come out, and for a bound on its work if that
+can be larger. The input differs: one text, the items of a list, or everything inside a value. A value that a filter
+converts to text must have a defined text. Filters not listed here are rejected by name. ``tojson`` does not escape
+HTML, as in transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Filter = Callable[..., Any]
 Payment = Callable[[Operators, Any, Arguments], Any]
 """Pays for a filter, given its value and further arguments; returns the value that the filter is to work on."""
 
-_SORTED = 256  # units of an item that is sorted, looked up and compared in Python
+_SORTED = 256  # units for an item that is sorted: looked up and compared in Python
 _LOOKED_UP = 64  # units of an attribute that is looked up
 _MAX_PRECISION = 4096
 
@@ -49,23 +49,23 @@ def _times(factor: int) -> Bound:
     return lambda text, arguments: factor * text_bytes(text)
 
 
-# Payments, by what goes in
+# Payments, by kind of input
 
 
 def _attributes(arguments: Arguments) -> int:
-    """The units of looking up what arguments ask for of each item: "a.b,c" asks for three attributes."""
+    """Return the units for looking up the attributes in the arguments of each item: "a.b,c" has three."""
     return _LOOKED_UP * sum(one.count(".") + one.count(",") for one in arguments if isinstance(one, str))
 
 
 def _of_text(bound: Bound, coerced: bool = True) -> Payment:
-    """For filters of a text; ``coerced`` if they first make a text of a value that is none."""
+    """For filters of a text; ``coerced`` if they first convert other values to text."""
 
     def payment(operators: Operators, value: Any, arguments: Arguments) -> Any:
         if coerced and not isinstance(value, str):
             value = operators.allowance.text(value)
         if isinstance(value, str):
             pay_for_text(operators.allowance, value, bound, arguments, written=coerced)
-        elif bound is not nothing:  # the filter would fail, but may make what its arguments ask for before
+        elif bound is not nothing:  # the filter would fail, but might first process its arguments
             raise TypeError(f"text is needed here, and this is a value of type {type(value).__name__}")
         return value
 
@@ -73,7 +73,7 @@ def _of_text(bound: Bound, coerced: bool = True) -> Payment:
 
 
 def _lazy(operators: Operators, value: Any, arguments: Arguments) -> Any:
-    """For filters that are iterators: they look at all arguments for each item of their value."""
+    """For filters that are iterators: they use all arguments for each item of their value."""
     weight = 4 * ITEM + operators.allowance.weigh(arguments) + _attributes(arguments)
     if isinstance(value, Sized):
         operators.allowance.spend(weight * len(value))
@@ -82,7 +82,7 @@ def _lazy(operators: Operators, value: Any, arguments: Arguments) -> Any:
 
 
 def _gathered(operators: Operators, value: Any, arguments: Arguments) -> Any:
-    """For filters that make lists; a number among the arguments may say how many lists, or how long ones."""
+    """For filters that make lists; a number among the arguments may be the number or the length of the lists."""
     operators.allowance.spend(4 * ITEM * sum_of_numbers(arguments))
     if isinstance(value, Iterable) and not isinstance(value, Sized):
         return operators.allowance.paid_list(value)
@@ -111,7 +111,7 @@ def _summed(operators: Operators, value: Any, arguments: Arguments) -> Any:
 
 
 def _written(operators: Operators, value: Any, arguments: Arguments) -> Any:
-    """For filters that write all of their value, and may go through it many times."""
+    """For filters that write their whole value, and may traverse it many times."""
     operators.allowance.spend(WORD * operators.allowance.weigh(value, written=True))
     return value
 
@@ -128,7 +128,7 @@ def _formatted(operators: Operators, value: Any, arguments: Arguments) -> Any:
     return text
 
 
-_FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")  # which hardly look at their value
+_FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")  # these hardly read their value
 _PAYMENTS: dict[str, Payment] = {
     **dict.fromkeys(("capitalize", "lower", "upper"), _of_text(nothing)),
     **dict.fromkeys(("e", "escape", "forceescape"), _of_text(_times(ESCAPED))),
@@ -150,9 +150,9 @@ _PAYMENTS: dict[str, Payment] = {
 
 
 def filters_of(operators: Operators, filters: Mapping[str, Filter]) -> dict[str, Filter]:
-    """Filters for templates, by name: Jinja's own, ``filters``, each of which pays.
+    """Return filters for templates, by name: Jinja's own, ``filters``, each with its payment.
 
-    The functions below stand for filters whose arguments must be told apart, and for ``trim``, which is used most.
+    The functions below replace filters whose arguments must be distinguished, and ``trim``, the most frequent one.
     """
     allowance = operators.allowance
 
@@ -194,9 +194,9 @@ def filters_of(operators: Operators, filters: Mapping[str, Filter]) -> dict[str,
 
 
 def _paying(filter_: Filter, payment: Payment, operators: Operators) -> Filter:
-    """A filter that pays before it works, and for what it has made."""
+    """Wrap a filter so that it pays before it works, and for its result."""
     made = operators.allowance.made
-    at = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # where the value stands among the arguments
+    at = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # position of the value among the arguments
 
     @wraps(filter_)
     def paying(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _paying(filter_: Filter, payment: Payment, operators: Operators) -> Filter:
 
 
 def refused(what: str, reason: str = "it is not on the list of what chat templates may use") -> Callable[..., Any]:
-    """Stands for a filter or function that no template may call."""
+    """Replacement for a filter or function that templates must not call."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise SecurityError(f"it calls {what}; {reason}, so take it out of the template")
@@ -226,14 +226,14 @@ def _to_json(
     if isinstance(value, Undefined):
         raise TypeError(f"tojson: {value._undefined_message}")
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        if allowance.nests:  # else the text is hardly longer than the conversation, so it can be paid for afterwards
+        if allowance.nests:  # otherwise the text is hardly longer than the conversation, and can be paid for afterwards
             allowance.weigh(value, 6)
         return allowance.made(_encode_json(value))  # type: ignore[no-any-return] # as below, with one encoder for all
     if isinstance(indent, int):
         allowance.spend(max(0, indent))
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     chunks = []
-    for chunk in encoder.iterencode(value):  # indentation grows with depth, so no bound can be known before
+    for chunk in encoder.iterencode(value):  # indentation grows with depth, so there is no bound in advance
         allowance.spend(ITEM + len(chunk))
         chunks.append(chunk)
     return "".join(chunks)
@@ -250,7 +250,7 @@ _COMPARING_TESTS = (
 
 
 def tests_of(operators: Operators, tests: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Tests for templates, by name: Jinja's own, ``tests``, of which those that go through a value pay."""
+    """Return tests for templates, by name: Jinja's own, ``tests``; those that traverse a value pay."""
 
     def paying(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *values: test(*map(pay, values))

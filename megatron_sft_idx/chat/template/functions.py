@@ -1,7 +1,7 @@
-"""Functions and classes that a chat template finds by name, in place of Jinja's own or beyond them.
+"""Functions and classes that a chat template can use by name, replacing or extending Jinja's own.
 
 ``raise_exception``, ``strftime_now``, ``dict`` and ``namespace`` work as in transformers. Nothing is random, and the
-day is an option.
+date is an option.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_MESSAGE = 2000
 """The longest message of ``raise_exception``, in characters."""
 
 
-class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
-    """What a template says through ``raise_exception``."""
+class RaisedByTemplate(TemplateError):  # noqa: N818 - not our error, but the template's message
+    """A message raised by a template through ``raise_exception``."""
 
 
 class TemplateNamespace(Namespace):
-    """A namespace without underscore names, which could reach Python's internals.
+    """A namespace without names that begin with an underscore, which could reach Python's internals.
 
-    Its names are plain attributes, unlike its parent's, because templates read them in every loop.
+    Its names are plain attributes, unlike in its parent, because templates read them in every loop.
     """
 
     __getattribute__ = object.__getattribute__
@@ -60,7 +60,7 @@ def paid_dict(operators: Operators, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class TemplateDict:
-    """``dict(...)`` for templates: makes dicts, and is not the class."""
+    """``dict(...)`` for templates: makes dicts, but is not the class."""
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
@@ -75,7 +75,7 @@ class TemplateDict:
 
 
 def globals_of(operators: Operators, template_date: str | None) -> dict[str, Any]:
-    """Functions for templates, by name, beyond or in place of Jinja's own.
+    """Return functions for templates, by name, that extend or replace Jinja's own.
 
     Raises:
         ValueError: ``template_date`` is not a date.

@@ -1,6 +1,6 @@
-"""What messages say.
+"""The content of messages.
 
-``utterances_of`` lists what an assistant message says, in the order in which templates write it.
+``utterances_of`` lists the utterances of an assistant message in the order in which templates write them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _CLOSED = re.compile(
     r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
     re.DOTALL,
 )
-# What reasoning without an opening tag does not hold: an opening tag, or a control token of a quoted conversation.
+# Texts that reasoning without an opening tag does not contain: an opening tag, or a control token of a quoted
+# conversation.
 _NO_REASONING = re.compile(r"<[|\uff5c]|\[/?INST\]|<(?:think|thinking|thought|reasoning)>|\[THINK\]")
 THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 THOUGHT = r"(?:think|thinking|thought|reasoning)"
-# In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
+# The spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
 EMPTY_THINKING = re.compile(
     rf"\s*(?:<(?:\w+:)?{THOUGHT}>\s*)?</(?:\w+:)?{THOUGHT}>\s*"
     rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{THOUGHT}\|>\s*)?<\|end_(?:of_)?{THOUGHT}\|>\s*"
@@ -36,12 +37,12 @@ Ranges: TypeAlias = list[tuple[int, int]]
 
 
 class Utterance(NamedTuple):
-    """One thing that an assistant message says.
+    """One part of an assistant message.
 
     Attributes:
         kind: ``"reasoning"``, ``"content"`` or ``"call"`` (a called function's name).
         text: the words, stripped, never empty.
-        field: the message's field that holds them; for calls ``"tool_calls"``.
+        field: the message's field that contains them; for calls ``"tool_calls"``.
         offset: the character of that field at which ``text`` starts; for calls the number of the call, from 0.
     """
 
@@ -52,10 +53,10 @@ class Utterance(NamedTuple):
 
 
 def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
-    """List what an assistant message says, in the order in which templates write it: reasoning, content, calls.
+    """List the utterances of an assistant message in the order of templates: reasoning, content, calls.
 
-    Reasoning that stands in ``content`` (``<think>...</think>`` before the answer) is an utterance of its own, as it is
-    to the templates of reasoning models.
+    Reasoning inside ``content`` (``<think>...</think>`` before the answer) is a separate utterance, as in the templates
+    of reasoning models.
     """
     utterances: list[Utterance] = []
     if not message.keys().isdisjoint(REASONING_FIELDS):
@@ -82,7 +83,7 @@ def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
 
 
 def _is_reasoning(content: str, inline: re.Match[str]) -> bool:
-    """Whether a content begins with reasoning, up to a closing tag; the opening tag may stand in the prompt."""
+    """Return whether a content begins with reasoning, up to a closing tag. The opening tag may be in the prompt."""
     opened = inline.start(2) > 0 and content[: inline.start(2)].strip() != ""
     if not opened:
         return _NO_REASONING.search(inline[2]) is None
@@ -90,33 +91,33 @@ def _is_reasoning(content: str, inline: re.Match[str]) -> bool:
 
 
 def called(call: Any) -> Mapping[str, Any]:
-    """The dict that holds a call's name and arguments: its ``function`` or the call itself; {} for anything else."""
+    """Return the dict with a call's name and arguments: its ``function`` or the call itself; {} for anything else."""
     function = call.get("function") if isinstance(call, Mapping) else None
     holder = function if isinstance(function, Mapping) else call
     return holder if isinstance(holder, Mapping) else {}
 
 
 def short(words: str) -> str:
-    """Words in quotation marks, for messages; of long ones the beginning."""
+    """Return words in quotation marks for messages; long ones are shortened."""
     return repr(words if len(words) <= 60 else words[:57] + "...")
 
 
 class UnplacedError(SequenceError):
-    """All that the assistant says may be in the text, but nothing tells what of the text is its own."""
+    """All assistant words may be in the text, but their location in it is ambiguous."""
 
 
 def unplaced(reason: str) -> UnplacedError:
-    """As ``unusable``, for ``UnplacedError``."""
+    """Return an ``UnplacedError`` like ``unusable``."""
     return UnplacedError("conversation", None, reason)
 
 
 def unusable(reason: str) -> SequenceError:
-    """The error of a row that cannot be used. The caller must put in the row's file and line."""
+    """Return the error of an unusable row. The caller must add the row's file and line."""
     return SequenceError("conversation", None, reason)
 
 
 def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], train_on: str) -> list[int]:
-    """Positions of the assistant messages that are trained on; ``train_on`` is that of ``MaskOptions``."""
+    """Return the positions of the assistant messages that are trained on. See ``MaskOptions`` for ``train_on``."""
     users = (index + 1 for index, message in enumerate(messages) if message.get("role") == "user")
     first = max(users, default=0) if train_on == "last-turn" else 0
     return [
@@ -140,7 +141,7 @@ def in_text_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of a call with its arguments changed; the call itself where ``change`` gives None."""
+    """Return a copy of a call with changed arguments; the call itself if ``change`` returns None."""
     function = call.get("function") if isinstance(call, dict) else None
     holder = function if isinstance(function, dict) else call
     arguments = change(holder.get("arguments")) if isinstance(holder, dict) else None

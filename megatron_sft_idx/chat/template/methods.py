@@ -1,10 +1,10 @@
-"""Which methods of strings, lists, dicts and numbers a chat template may call, and what they cost.
+"""The methods of strings, lists, dicts and numbers that a chat template may call, and their costs.
 
-All pay one general charge: the bytes that go in, before the method runs, and the bytes that come out. It bounds memory
-and time wherever a result is no longer than a few times what it is made of. Where an argument multiplies, such as a
-width or a replacement, or where the time goes by a product, a *bound* on the work is computed from the arguments and
-paid too, before any of it is done. ``{{ "".center(9000000000) }}`` would otherwise take 9 GB by one call. The filters
-of Jinja pay in the same way, by the same bounds (``filters``).
+All pay a general charge for the bytes that go in, before the method runs, and for the bytes that come out. This limits
+memory and time if a result is at most a few times as long as its inputs. If an argument multiplies, such as a width or
+a replacement, or if the time depends on a product, a *bound* on the work is computed from the arguments and also paid
+in advance. Otherwise ``{{ "".center(9000000000) }}`` would allocate 9 GB in one call. Jinja's filters pay in the same
+way, with the same bounds (``filters``).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SHORT = 64
 
 
 def nothing(text: str, arguments: Arguments) -> int:
-    """For what makes no more of a text than its bytes, and goes through it once."""
+    """For methods whose output is no longer than the text, and that traverse it once."""
     return 0
 
 
 def padded(text: str, arguments: Arguments) -> int:
-    """For what fills up to a width, which is 80 where no argument gives one."""
+    """For methods that pad to a width, which is 80 if no argument sets it."""
     return 4 * max(80, sum_of_numbers(arguments))
 
 
 def searched(text: str, arguments: Arguments) -> int:
-    """For what may compare a whole argument at each character of the text, as searches from the right do."""
+    """For methods that may compare a whole argument at each character of the text, like searches from the right."""
     compared = 0
     for one in arguments:
         if isinstance(one, str) and len(one) >= SHORT:
@@ -51,21 +51,21 @@ def searched(text: str, arguments: Arguments) -> int:
 
 
 def replaced(text: str, arguments: Arguments) -> int:
-    """For what replaces the first text among the arguments by the second."""
+    """For methods that replace the first text argument by the second."""
     old, new, *_ = *(one for one in arguments if isinstance(one, str)), "", ""
-    if isinstance(text, Markup):  # anything may be escaped before it is looked for
+    if isinstance(text, Markup):  # any text may be escaped before it is searched for
         return ESCAPED * len(text) // max(1, len(old)) * text_bytes(new)
     return text.count(old) * text_bytes(new)
 
 
 def multiplied(text: str, arguments: Arguments) -> int:
-    """For what may write all arguments, or as many blanks as one says, next to each character."""
+    """For methods that may write all arguments, or a given number of blanks, next to each character."""
     written = sum(text_bytes(one) for one in arguments if isinstance(one, str))
     return text_bytes(text) * (WORD + sum_of_numbers(arguments) + written)
 
 
 def squared(text: str, arguments: Arguments) -> int:
-    """For what may copy the text once for each of its characters."""
+    """For methods that may copy the text once for each of its characters."""
     return multiplied(text, arguments) + (text_bytes(text) ** 2 >> 6)
 
 
@@ -112,11 +112,11 @@ QUICK = frozenset(name for name, bound in METHODS[str].items() if bound in (noth
 
 
 def call_method(operators: Operators, value: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Call method ``name`` of a value of a built-in type or of Markup, having paid for it.
+    """Pay for and call method ``name`` of a value of a built-in type or of Markup.
 
     Raises:
-        Overspent: the method costs more than remains, or templates may not call it.
-        NotText: an argument of a method of Markup has no text of its own.
+        Overspent: the method costs more than the rest of the allowance, or templates must not call it.
+        NotText: an argument of a method of Markup has no defined text.
     """
     allowance = operators.allowance
     bound = METHODS.get(type(value), {}).get(name)
@@ -149,11 +149,11 @@ def pay_for_text(allowance: Allowance, text: str, bound: Bound, arguments: Argum
     """Pay for a method or filter of a text before it runs.
 
     Args:
-        allowance: what pays.
-        text: what it works on; if this is Markup, the arguments may be escaped.
-        bound: bounds the work.
+        allowance: the allowance that pays.
+        text: its input; if this is Markup, the arguments may be escaped.
+        bound: function that bounds the work.
         arguments: its further arguments.
-        written: whether they become text, so that each must have a text of its own.
+        written: whether they become text, so that each must have a defined text.
     """
     plain = type(text) is str
     if arguments and not (len(arguments) == 1 and type(arguments[0]) is str and len(arguments[0]) < SHORT):

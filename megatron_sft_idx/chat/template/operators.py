@@ -1,7 +1,7 @@
-"""The operators and loops of a template, each of which pays from the allowance for what it does.
+"""The operators and loops of a template. Each pays from the allowance for its work.
 
-Jinja writes ``a + b`` of a template as ``a + b`` in Python, which may take any time and memory. ``compiler`` writes a
-call of one of these methods instead wherever the operands may be large.
+Jinja compiles ``a + b`` of a template to ``a + b`` in Python, which may take any time and memory. If the operands may
+be large, ``compiler`` writes a call of one of these methods instead.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _ITEMS: Any = type({}.items())
 _VALUES: Any = type({}.values())
 _SIZED = frozenset({list, tuple, dict, str, range, _KEYS, _ITEMS, _VALUES})
 _PAID_AT_ONCE = 1 << 18  # units: loops up to this price are paid when they begin
-_SAME_HASHES = (1 << 61) - 1  # a whole number from here on has the hash of a smaller one, so that many share one hash
-_LARGE_KEY = 1 << 14  # units of such a number as a key, as it may be compared with all keys before it
+_SAME_HASHES = (1 << 61) - 1  # from here on, an integer has the hash of a smaller one, so many share a hash
+_LARGE_KEY = 1 << 14  # units for such a number as a key, which may be compared with all previous keys
 _MAX_POWER = 4096
 
 
 class Operators:
-    """What operators become in compiled templates; ``TemplateEnvironment`` inherits it.
+    """The operators of compiled templates; ``TemplateEnvironment`` inherits them.
 
-    Each method may raise ``Overspent`` where too few units remain, and those that make text ``NotText``.
+    Each method may raise ``Overspent`` if too few units remain. Methods that make text may raise ``NotText``.
     """
 
     allowance: Allowance
 
     def iterated(self, iterable: Any, weight: int) -> Any:
-        """What a ``for`` loop iterates over, whose every iteration costs ``weight`` units.
+        """Return the iterable for a ``for`` loop with a cost of ``weight`` units per iteration.
 
-        Short loops are paid here, long ones and those of unknown length iteration by iteration.
+        Short loops are paid here; long ones and those of unknown length pay in each iteration.
         """
         if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _PAID_AT_ONCE:
             self.allowance.spend(units)
@@ -80,7 +80,7 @@ class Operators:
         return self.allowance.made(left - right)
 
     def compared(self, value: Any) -> Any:
-        """The same value, having paid for comparing it with another one, however large."""
+        """Return a value after paying for its comparison with another one of any size."""
         kind = type(value)
         if kind is str:
             self.allowance.spend(len(value) >> 3)
@@ -103,7 +103,7 @@ class Operators:
         return item in holder
 
     def key(self, value: Any) -> Any:
-        """The same value, to be used as a key: tuples and large numbers are paid for, tuples of tuples are refused."""
+        """Return a value for use as a key: tuples and large numbers are paid for, tuples of tuples are rejected."""
         if type(value) is str:
             return value
         if isinstance(value, tuple):
@@ -118,7 +118,7 @@ class Operators:
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute the product, power, quotient or remainder of two values, paid for, and refused if it is too large."""
+        """Compute and pay for a product, power, quotient or remainder of two values. Too large results are rejected."""
         spend = self.allowance.spend
         numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "*":
@@ -142,17 +142,17 @@ class Operators:
         return self.allowance.made(super().call_binop(context, operator, left, right))  # type: ignore[misc]
 
     def pay_for_percent_format(self, template: str, values: Sequence[Any]) -> None:
-        """Pay for ``template % values``, as if each ``%`` wrote all of the values."""
+        """Pay for ``template % values``, as if each ``%`` wrote all values."""
         weight = self.allowance.weigh(values, QUOTED, written=True)
         weight += 4 * max(numbers_in(template), sum_of_numbers(values) if "*" in template else 0)
         self.allowance.spend(text_bytes(template) + template.count("%") * weight)
 
 
 def numbers_in(text: str) -> int:
-    """The sum of the whole numbers in a format string, such as 13 of ``"%10s %3d"``: its padding is no longer."""
+    """Return the sum of the integers in a format string, such as 13 for ``"%10s %3d"``: a bound on its padding."""
     return sum(int(digits) if len(digits) < 19 else 1 << 62 for digits in re.findall(r"\d+", text))
 
 
 def sum_of_numbers(values: Iterable[Any]) -> int:
-    """The sum of the whole numbers among arguments, without their signs."""
+    """Return the sum of the absolute values of the integers among arguments."""
     return sum(abs(value) for value in values if isinstance(value, int))

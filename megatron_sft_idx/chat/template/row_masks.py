@@ -1,4 +1,4 @@
-"""What the model must learn of one row: found in a stand-in of it, and carried over to its own text."""
+"""Find the text of one row that the model must learn: in a stand-in of the row, then carried over to its own text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stan
 from megatron_sft_idx.chat.template.turn import Said, reworded
 from megatron_sft_idx.errors import SequenceError
 
-_FEW = 8  # messages that cost little to render once more for each answer among them
+_FEW = 8  # number of messages that are cheap to render again for each answer among them
 
 
 class MaskFinder:
-    """Finds what the model generates of the messages of rows that one template renders.
+    """Finds the generated text of messages in rows rendered by one template.
 
     Args:
-        rules: what holds for every conversation.
+        rules: the rules for every conversation.
         marked: whether the template has generation markers.
         source: the template.
     """
@@ -29,7 +29,7 @@ class MaskFinder:
     def __init__(self, rules: Rules, marked: bool, source: str) -> None:
         self._rules, self._has_markers, self._source = rules, marked, source
         self._judge = Judge(rules, marked)
-        # What a generation prompt looks for in the messages must stay in them.
+        # Strings that a generation prompt searches for in the messages must stay in them.
         self._stand_ins = (rules.tested,) if rules.prompt_varies else (None, rules.tested)
 
     def said(
@@ -40,13 +40,13 @@ class MaskFinder:
         chosen: Sequence[int],
         renderer: Renderer,
     ) -> dict[int, Said]:
-        """What the model generates of the ``chosen`` messages: found in a stand-in and carried over to ``text``.
+        """Find the generated text of the ``chosen`` messages in a stand-in, and carry it over to ``text``.
 
-        Two stand-ins are tried, as ``make_stand_in`` makes them, the second one faithful; and two ways to show that the
-        row agrees with one.
+        Two stand-ins from ``make_stand_in`` are tried, the second one faithful; and two ways to show that the row
+        agrees with one.
 
         Raises:
-            SequenceError: the template leaves out words, nothing tells where they are, or no stand-in agrees.
+            SequenceError: the template omits words, their location is ambiguous, or no stand-in agrees.
         """
         rows: list[StandIn] = []
         failed: SequenceError | None = None
@@ -87,10 +87,10 @@ class MaskFinder:
 
 
 def _is_prompted(said: Mapping[int, Said], messages: Sequence[dict[str, Any]], renderer: Renderer) -> bool:
-    """Whether the row itself is fed the prompts that its stand-in is fed, where they may differ from row to row.
+    """Return whether the row itself gets the prompts that its stand-in gets, if they may differ between rows.
 
-    Most are compared in the answer's context. The last one, and further ones at half the distance each, are
-    compared with all messages before the answer, so that a prompt that depends on messages far away is noticed.
+    Most are compared in the answer's context. The last one, and further ones at half the distance each, are compared
+    with all messages before the answer, to detect a prompt that depends on messages far away.
     """
     far = 2 * len(messages)
     for message in sorted(said, reverse=True):
@@ -118,14 +118,14 @@ def _alignment(
     marks: bool,
     needed: int,
 ) -> Alignment | None:
-    """The counterparts in a row's text of positions in its stand-in's, by spelling or by marks."""
+    """Return the counterparts in a row's text of positions in its stand-in's, by spelling or by marks."""
     if not marks:
         return by_spelling(outline, row, text, needed)
     return by_marks(outline, row, messages, text, needed, lambda altered: renderer.plain(messages=altered))
 
 
 def _worded(error: SequenceError, messages: Sequence[Mapping[str, Any]]) -> SequenceError:
-    """The error of a stand-in in the words of a row."""
+    """Convert the error of a stand-in to the words of a row."""
 
     def words(kind: str, message: int, call: int) -> str:
         said = [one.text for one in utterances_of(messages[message]) if one.kind == kind]
@@ -135,7 +135,7 @@ def _worded(error: SequenceError, messages: Sequence[Mapping[str, Any]]) -> Sequ
 
 
 def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, Said] | SequenceError:
-    """What the model generates of the chosen messages, or the first error among them."""
+    """Return the generated text of the chosen messages, or the first error among them."""
     found: dict[int, Said] = {}
     for message in chosen:
         said = judged.said(message, whole)
@@ -148,7 +148,7 @@ def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, S
 def _carried(
     said: Mapping[int, Said], trimmed: bool, align: Callable[[int], Alignment | None]
 ) -> dict[int, Said] | None:
-    """What a stand-in's messages generate, in the text of the row; None where the row does not agree."""
+    """Carry the generated text of a stand-in's messages over to the row's text; None if the row does not agree."""
     starts = [start for one in said.values() for start, _ in one.generated]
     if not starts:
         return dict(said)

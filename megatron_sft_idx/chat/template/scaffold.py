@@ -1,20 +1,23 @@
-"""Where an assistant's turn starts and stops in a rendered conversation, by what a server would feed the model.
+"""Find the start and end of an assistant's turn in a rendered conversation, from the text that a server would feed.
 
-The model must learn to write what it is not fed, and only the generation prompt tells that. For turn k a server feeds
-the rendering of ``messages[:k]`` with that prompt; when the turn is over, the conversation is ``messages[:k + 1]``
-without it. So a turn starts where the first rendering ends, and stops with the end of turn that ends the second. Both
-are made of the row itself: prompts differ after a tool's result, in a first turn, and with other template variables.
+The model must learn to write exactly the text that it is not fed. Only the generation prompt defines that. For turn k,
+a
+server feeds the rendering of ``messages[:k]`` with that prompt; after the turn, the conversation is ``messages[:k +
+1]``
+without it. So a turn starts at the end of the first rendering, and stops after the end of turn that ends the second.
+Both renderings are made from the row itself, because prompts differ after a tool result, in a first turn, and with
+other template variables.
 
-In this module a *turn* is an assistant message, and what the model writes for it is *its own*: words, tags and end of
-turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
-``Turn`` has the positions between which the edges, *start* and *stop*, are looked for. Here is a turn of Qwen 3, which
-is fed the first line, and of the rest writes all up to ``stop``, with line feeds shown as ␊::
+In this module a *turn* is an assistant message. The text that the model writes for it is *its own*: words, tags and end
+of turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered
+conversation. ``Turn`` has the positions between which the edges, *start* and *stop*, are searched. Below is a turn of
+Qwen 3. The model is fed the first line, and writes everything in the second up to ``stop``. Line feeds are shown as ␊::
 
     <|im_start|>assistant␊<think>␊␊</think>␊␊Twelve.<|im_end|>␊<|im_start|>user␊And 5 × 5?
     low                   start              first  said      high, stop
 
-Most templates need only the first rule of each function. The others cannot be derived: each names a public template
-that needs it, and has its case in ``tests/test_chat_template_ways.py`` or ``tests/template_grammar.py``.
+Most templates need only the first rule of each function. The other rules cannot be derived. Each names a public
+template that needs it, and has a test case in ``tests/test_chat_template_ways.py`` or ``tests/template_grammar.py``.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ from megatron_sft_idx.chat.template.messages import EMPTY_THINKING
 from megatron_sft_idx.chat.template.style import ASKED, SAID
 from megatron_sft_idx.chat.types import MaskOptions
 
-_FAR = 256  # characters before the first difference of two renderings from which on they are compared token by token
+_FAR = 256  # from this distance before their first difference on, renderings are compared token by token
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
 TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
-_NEAR = 32  # the characters before a position by which it is found again in another rendering
+_NEAR = 32  # number of characters before a position that are used to find it again in another rendering
 
 
 class Rules:
-    """What is known of one template for all conversations.
+    """Facts about one template that hold for all conversations.
 
     Args:
-        name: what errors call the template.
+        name: name of the template in errors.
         options: what is trained on.
         special: template variables such as ``bos_token``.
         controls: texts of control tokens.
@@ -51,17 +54,16 @@ class Rules:
         tree: its syntax tree.
 
     Attributes:
-        ends: texts that may end a turn: all control tokens but the beginning of a sequence, longest first.
-        bos: the tokenizer's beginning-of-sequence text, or "" where that ends sequences too.
+        ends: texts that may end a turn: all control tokens except the beginning of a sequence, longest first.
+        bos: the tokenizer's beginning-of-sequence text, or "" if that also ends sequences.
         eos: the tokenizer's end-of-sequence text, or "".
-        piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
-            character.
-        prompted: whether the template can write a generation prompt when asked.
-        prompt_varies: whether the generation prompt may differ from row to row, as ``prompt_varies`` tells.
-        keeps_all: whether all that the model generates is trained on.
-        tested: matches the strings that the template looks for in what it is given, such as </think> and /no_think.
-        loud: matches what may end a turn, and tags.
-        spelt: all strings that the template spells.
+        piece: matches the smallest unit for comparing headers: a control token, a tag, a word, or any other character.
+        prompted: whether the template can write a generation prompt on request.
+        prompt_varies: whether the generation prompt may differ between rows (see ``prompt_varies``).
+        keeps_all: whether all generated text is trained on.
+        tested: matches the strings that the template searches for in its input, such as </think> and /no_think.
+        loud: matches possible ends of a turn, and tags.
+        spelt: all strings in the template's source.
     """
 
     def __init__(
@@ -97,15 +99,15 @@ class Rules:
 
 
 class Turn(NamedTuple):
-    """What is known of a turn before its edges are: where its own words lie, and all text that may be its own.
+    """The known positions of a turn before its edges are found: its own words, and all text that may be its own.
 
     Attributes:
         message: position of the assistant message.
-        low: where text that may belong to the turn starts.
+        low: start of the text that may belong to the turn.
         first: the first character that is certainly its own.
         said: the end of the last words that are certainly its own.
-        high: the end of the text that was written for it, without whitespace at its end. Where tracing cannot tell,
-            where the next message's words start, or the end of the conversation.
+        high: the end of the text that was written for it, without trailing whitespace. If tracing cannot determine it,
+            the start of the next message's words, or the end of the conversation.
     """
 
     message: int
@@ -116,14 +118,14 @@ class Turn(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What tracing tells of the text that was written for a turn.
+    """Information from tracing about the text that was written for a turn.
 
     Attributes:
-        stop: where that text ends, with the whitespace at its end.
-        head: the header of an answer to a question, or "": of the first answer to the turn's own question; where no
-            question precedes the turn, of the first answer to a later question, or else of the first message.
-        answered: whether the text behind ``stop`` was written for another assistant message; None where no message
-            wrote any.
+        stop: the end of that text, including trailing whitespace.
+        head: the header of an answer to a question, or "". It is from the first answer to the turn's own question; if
+            no question precedes the turn, from the first answer to a later question, or else from the first message.
+        answered: whether the text after ``stop`` was written for another assistant message; None if no message wrote
+            any.
     """
 
     stop: int
@@ -132,14 +134,14 @@ class Written(NamedTuple):
 
 
 class EdgeFinder:
-    """Finds the edges of turns in one rendered conversation, by rendering beginnings of it, each of them once.
+    """Finds the edges of turns in one rendered conversation by rendering beginnings of it, each of them once.
 
     Args:
-        rules: what holds for every conversation.
+        rules: the rules for every conversation.
         text: the whole conversation, rendered.
-        messages: the conversation, as the template sees it.
-        render: renders other ``messages``, with ``add_generation_prompt`` or not; returns None where the template
-            refuses them.
+        messages: the conversation, as given to the template.
+        render: renders other ``messages``, with or without ``add_generation_prompt``; returns None if the template
+            rejects them.
     """
 
     def __init__(
@@ -150,12 +152,12 @@ class EdgeFinder:
         self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
 
     def _view(self, first: int, more: str = "", prompt: bool = False) -> str | None:
-        """A rendering of a beginning of the conversation; None where the template refuses it.
+        """Return a rendering of a beginning of the conversation; None if the template rejects it.
 
         Args:
-            first: how many messages it has of the conversation.
-            more: a made-up question (``ASKED``) or answer (``SAID``) behind them, or "".
-            prompt: whether to ask for the generation prompt.
+            first: number of messages from the conversation.
+            more: an artificial question (``ASKED``) or answer (``SAID``) after them, or "".
+            prompt: whether to request the generation prompt.
         """
         key = (first, more, prompt)
         if key not in self._made:
@@ -165,20 +167,20 @@ class EdgeFinder:
         return self._made[key]
 
     def _with_and_without_prompt(self, first: int, more: str = "") -> tuple[str, str] | None:
-        """The rendering of ``_view`` with the generation prompt, and without it; None where either is refused."""
+        """Return the rendering of ``_view`` with and without generation prompt; None if either is rejected."""
         fed, closed = self._view(first, more, True), self._view(first, more)
         return None if fed is None or closed is None else (fed, closed)
 
     @cached_property
     def _made_up(self) -> tuple[str, str]:
-        """Renderings of a made-up question, and of that with an answer; two "" where the template refuses either."""
+        """Renderings of an artificial question, and of that with an answer; two "" if the template rejects either."""
         question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
         asked = self._view(0, ASKED)
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
     def before_footer(self, said: int, stop: int) -> int:
-        """Where a turn stops that would go on with words behind its end of turn: a model has stopped before these."""
+        """Return the stop of a turn whose end of turn is followed by words: a model has stopped before these."""
         tail = self._text[said:stop]
         words = next((one for one in self._piece.finditer(tail) if one[0].replace("_", "").isalnum()), None)
         if words is None:
@@ -187,9 +189,9 @@ class EdgeFinder:
         return said + ends[-1] if ends else stop
 
     def stop_behind_calls(self, turn: Turn, stop: int) -> int:
-        """Where a turn that ends with calls stops, with the control token that stops a model behind its calls.
+        """Return the stop of a turn that ends with calls, including the control token after them that stops a model.
 
-        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so the model has to write it. Where
+        Gemma 4 writes <|tool_response> after the calls at the end of a conversation, so the model has to write it. If
         results follow, the same token begins their text.
         """
         closed = self._view(turn.message + 1)
@@ -197,32 +199,32 @@ class EdgeFinder:
             return stop
         token = closed[stop:].strip()
         known = token in self._ends or TAG.fullmatch(token) is not None
-        always = self._made_up[0].rstrip().endswith(token)  # a header that is written behind all messages
+        always = self._made_up[0].rstrip().endswith(token)  # a header that is written after all messages
         return stop + len(token) if token and known and not always and self._text.startswith(token, stop) else stop
 
     def ends_alike(self, turn: Turn, stop: int) -> bool:
-        """Whether a turn ends with the same text where it ends the conversation; True where that is not rendered."""
+        """Return whether a turn ends alike at the end of the conversation; True if that is not rendered."""
         closed = self._view(turn.message + 1)
         if closed is None or not closed.startswith(self._text[: turn.said]):
             return True
         tail, end = closed[turn.said :].strip(), self._text[turn.said : stop].strip()
-        behind = tail[len(end) :].strip()  # what the template writes behind all messages, whoever speaks last
+        behind = tail[len(end) :].strip()  # text that the template writes after all messages, whatever the last role
         return tail.startswith(end) and (not behind or self._made_up[0].rstrip().endswith(behind))
 
     def fed(self, message: int) -> str | None:
-        """What a server feeds before the turn at this position; None where the template refuses it."""
+        """Return the text that a server feeds before the turn at this position; None if the template rejects it."""
         return self._view(message, prompt=True)
 
     def start(self, turn: Turn, own: int | None, reasons: bool, thinks: bool, traced: bool) -> int:
-        """Where the model starts to write a turn.
+        """Return the position at which the model starts to write a turn.
 
         Args:
             turn: the turn.
-            own: where the words at its ``first`` begin, with a tag that the message itself has before them; None if a
-                call is first, before which templates write tags.
+            own: start of the words at its ``first``, including a tag before them in the message itself; None if a call
+                is first, because templates write tags before calls.
             reasons: whether these words may be reasoning, before which the template may write a tag.
-            thinks: whether these words are reasoning. A prompt that holds an empty block of reasoning was not what the
-                model is fed then: it writes the block itself, with the tag that opens it.
+            thinks: whether these words are reasoning. Then the model was not fed a prompt with an empty block of
+                reasoning: it writes the block itself, including its opening tag.
             traced: whether all text from its ``low`` on is known to be written for the turn.
         """
         message, low, first, _, _ = turn
@@ -233,52 +235,52 @@ class EdgeFinder:
             prompts = [prompt if prompt in head else _without_block(prompt) for prompt in prompts]
         if any(prompts):
             if fed is not None and prompts[0]:
-                return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows
-            # The model is fed other text for earlier turns, as Qwen 3 is without their reasoning. DeepSeek V3.1 writes
-            # no prompt behind the result of a call, so that only the one behind a made-up question is known.
+                return fed  # exact match: after Functionary's prompt, ...<|recipient|>, the model writes the rest
+            # The model is fed other text for earlier turns; Qwen 3, for example, omits their reasoning. DeepSeek V3.1
+            # writes no prompt after the result of a call, so only the prompt after an artificial question is known.
             for prompt in prompts:
                 length = self._fed_by_prompt(prompt, head)
                 if length:
                     return max(fed or 0, low + length)
             if message and fed is not None:
-                return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
+                return fed  # DeepSeek V3.1 is fed only the result of a call
         elif traced and message and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
-            # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's own. But where the
-            # end of the question's turn is written with the answer, with which answers end too, a header follows.
+            # Command A writes a prompt without being asked; the text after it, <|START_RESPONSE|>, is the model's own.
+            # But if the end of the question's turn is written with the answer and also ends answers, a header follows.
             behind = self._made_up[1].rpartition(SAID)[2].lstrip()
             if not behind.startswith(self._text[low:fed].strip()):
                 return fed
-        if own is not None and not reasons and not head[-1:].isspace():  # whitespace may be the answer's beginning
+        if own is not None and not reasons and not head[-1:].isspace():  # whitespace may be the beginning of the answer
             return own
-        header = self._header_length(message, low, head)  # Magistral has no prompt, and its [THINK] is the model's own
+        header = self._header_length(message, low, head)  # Magistral has no prompt; its [THINK] is the model's own
         if own is None or (header is not None and bool(head[header:].strip()) == reasons):
             return low + (header or 0)
         return own
 
     def stop_of_traced(self, turn: Turn, written: Written) -> int:
-        """Where a turn ends, its end-of-turn token included, if tracing tells which text was written for it.
+        """Return the end of a turn, including its end-of-turn token, if tracing shows which text was written for it.
 
-        The end of turn may come behind that text, where the template writes it with the next message.
+        The end of turn can be after that text, if the template writes it with the next message.
         """
         said, high = turn.said, turn.high
         openings = self._openings(turn.message, written.head)
         shared, whole = self._shared_tail(turn, openings)
         if whole and shared < high and any(opening in self._text[shared:high] for opening in openings):
-            return shared  # R1's distilled models write another header behind calls, for a content of ""
+            return shared  # after calls, R1's distilled models write another header, for a content of ""
         if shared > high:
-            return self._ending(high, shared)  # the end of turn is written with the next message, or behind all
+            return self._ending(high, shared)  # the end of turn is written with the next message, or after all messages
         if high > said and self._text.endswith(self._ends, said, high):
             return high
         return self._end_behind(turn.message, high, written.stop, openings, written.answered) or high
 
     def stop_of_untraced(self, turn: Turn) -> int:
-        """As ``stop_of_traced``, if it is only known where strings of the data are in the text."""
+        """Return the same as ``stop_of_traced`` if only the positions of the data's strings in the text are known."""
         message, _, _, said, high = turn
         text, last = self._text, self._view(message + 1) == self._text
         openings = self._openings(message, "")
         alone = last and not any(opening in text[said:high] for opening in openings)
         if alone and self._tail_elsewhere(turn) is None:
-            return high  # nothing follows that could be another's
+            return high  # nothing follows that could belong to another message
         shared, whole = self._shared_tail(turn, openings)
         if whole or text.endswith(self._ends, said, shared):
             return shared
@@ -286,35 +288,36 @@ class EdgeFinder:
         return self._end_behind(message, behind, behind, openings, None) or shared
 
     def _shared_tail(self, turn: Turn, openings: Sequence[str]) -> tuple[int, bool]:
-        """Compare the text behind a turn's words with what stands there if other messages follow.
+        """Compare the text after a turn's words with the text there if other messages follow.
 
-        What both begin with does not depend on the next message, so it is the turn's own, as ``<|im_end|>`` of Qwen 3.
+        Their common beginning does not depend on the next message, so it is the turn's own, like ``<|im_end|>`` of Qwen
+        3.
 
         Returns:
-            The end of this common text, which starts at ``said`` and holds no header; and whether it is all that the
+            The end of this common text, which starts at ``said`` and contains no header; and whether it is all that the
             template writes if no message follows.
         """
         text, said, tail = self._text, turn.said, self._tail_elsewhere(turn)
         if tail is None:
             return said, False
         last = self._view(turn.message + 1) == text
-        if tail.strip():  # a template that trims what it collected may write other whitespace behind the words
+        if tail.strip():  # a template that trims captured text may write other whitespace after the words
             tail = text[said : len(text) - len(text[said:].lstrip())] + tail.lstrip()
         tail = tail if last else tail.rstrip()
         length = self._common(tail, text[said:])
-        # A header is no end of turn, even where a template writes one behind all messages unasked.
+        # A header is not an end of turn, even if a template writes one after all messages without being asked.
         headers = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
         shared = said + len(text[said : min(headers, default=said + length)].rstrip())
         return shared, not last and length == len(tail)
 
     def _tail_elsewhere(self, turn: Turn) -> str | None:
-        """What the template writes behind a turn's last words if it is followed by something else than here.
+        """Return the text after a turn's last words if it is followed by something else than here.
 
-        That is nothing or, where nothing follows here, a made-up question. None where the template refuses that, or the
-        turn is not found there, be it by its last characters, as where Mistral's templates write the tools elsewhere.
+        That is nothing or, if nothing follows here, an artificial question. None if the template rejects that, or if
+        the turn is not found there, not even by its last characters (Mistral's templates write the tools elsewhere).
         """
         said, other = turn.said, self._view(turn.message + 1)
-        if other == self._text:  # the turn is last, or the messages behind it write nothing
+        if other == self._text:  # the turn is last, or the messages after it write nothing
             other = self._view(len(self._messages), ASKED)
         if other is None:
             return None
@@ -327,10 +330,10 @@ class EdgeFinder:
         return None
 
     def _ending(self, start: int, stop: int) -> int:
-        """Where the end of turn that begins at ``start`` stops: at ``stop``, or before the first word.
+        """Return the stop of the end of turn that begins at ``start``: at ``stop``, or before the first word.
 
-        Nor does it have a tag right before a word, which may open the next header, or the result of a call in the turn
-        of Gemma 4, unless that tag is the end of sequence.
+        It also excludes a tag directly before a word, which may open the next header or (in Gemma 4) the result of a
+        call, unless that tag is the end of sequence.
         """
         ends = [start]
         for piece in self._piece.finditer(self._text, start, stop + 1):
@@ -342,13 +345,13 @@ class EdgeFinder:
         return ends[-1]
 
     def always_prompts(self, turn: Turn) -> bool:
-        """Whether the template seems to write a header behind all messages, even if no generation prompt is asked for.
+        """Return whether the template seems to write a header after all messages, even without a request for a prompt.
 
-        Without tracing such a header cannot be told from an end of turn. It makes a made-up question and the same with
-        an answer end alike, in words or in the tag that stands right before the answer.
+        Without tracing, such a header cannot be distinguished from an end of turn. It makes an artificial question, and
+        the same with an answer, end alike, in words or in the tag directly before the answer.
         """
         if any(self._prompts(turn.message)) and self._tail_elsewhere(turn) is not None:
-            return False  # headers are written where they are asked for, and `_tail_elsewhere` tells the end of turn
+            return False  # headers are written on request, and `_tail_elsewhere` finds the end of turn
         asked, answered = self._made_up
         at = answered.rfind(SAID)
         if at < 0:
@@ -359,13 +362,13 @@ class EdgeFinder:
         return any(map(str.isalnum, TAG.sub(" ", behind))) or (header is not None and header in behind)
 
     def _openings(self, message: int, head: str) -> list[str]:
-        """What assistants' headers begin with, by prompts and a traced ``head``: ``<|im_start|>``, or a word.
+        """Return the beginnings of assistant headers, from prompts and a traced ``head``: ``<|im_start|>``, or a word.
 
-        Such an opening parts an end of turn from the header behind it, as in Command A.
+        Such an opening separates an end of turn from the header after it, as in Command A.
         """
         found = [self._opening(prompt) for prompt in self._prompts(message) if prompt][:1]
         opening = self._opening(head)
-        if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
+        if _SPEAKER.search(opening):  # the end of another turn, or a default system message, comes before it
             tags = [tag[0] for tag in TAG.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
@@ -386,13 +389,13 @@ class EdgeFinder:
         return header.split(maxsplit=1)[0] if header else ""
 
     def _end_of_fed(self, turn: Turn) -> int | None:
-        """Where the text ends that a server feeds before a turn; None where the conversation does not begin with it."""
+        """Return the end of the text fed before a turn; None if the conversation does not begin with it."""
         fed = self._view(turn.message, prompt=True)
         begins = fed is not None and len(fed) <= turn.first and self._text.startswith(fed)
         return max(turn.low, len(fed)) if fed is not None and begins else None
 
     def _prompts(self, message: int) -> list[str]:
-        """Two generation prompts: for a turn at this position, and behind a made-up question; "" for one not known."""
+        """Return two generation prompts: for a turn at this position, and after an artificial question; or ""."""
         if not self._prompted:
             return [""]
         found = []
@@ -402,9 +405,9 @@ class EdgeFinder:
         return found
 
     def _fed_by_prompt(self, prompt: str, head: str) -> int:
-        """How many characters of ``head``, the text before a turn's own, are fed to the model by this prompt.
+        """Return how many characters of ``head``, the text before a turn's own, this prompt feeds to the model.
 
-        They end where the prompt, or its last tags or words, occurs last in ``head``; 0 where neither occurs.
+        They end at the last occurrence in ``head`` of the prompt, or of its last tags or words; 0 if neither occurs.
         """
         if not prompt:
             return 0
@@ -412,8 +415,8 @@ class EdgeFinder:
         if at >= 0:
             return at + len(prompt)
         ours, theirs = self._piece.findall(head), self._piece.findall(prompt.lstrip())
-        # A prompt may have more text before the header, such as a system message: compare it from its last tag on, or
-        # its last word.
+        # A prompt may have more text before the header, such as a system message: compare it from its last tag or its
+        # last word on.
         strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)]
         strong = strong or [i for i, piece in enumerate(theirs) if piece[0].isalnum()]
         end = theirs[strong[-1] :] if strong else theirs
@@ -426,7 +429,7 @@ class EdgeFinder:
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
 
     def _header_length(self, message: int, low: int, head: str) -> int | None:
-        """How many characters of ``head`` a plain answer in the turn's place has before it too; None if not found."""
+        """Return how many characters of ``head`` also precede a plain answer in the turn's place; None if not found."""
         other = self._view(message, SAID)
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
@@ -440,18 +443,18 @@ class EdgeFinder:
     def _end_behind(
         self, message: int, high: int, at: int, openings: Sequence[str], answered: bool | None
     ) -> int | None:
-        """Where the control token at ``at`` ends, if it ends the turn though no comparison shows it; or None.
+        """Return the end of the control token at ``at`` if it ends the turn although no comparison shows it; or None.
 
-        It may be a tag that names the next speaker, as GLM's <|user|> and <|observation|> do: a model of such a
-        template stops when it has written that tag. A tag with which headers of assistants begin, or which merely opens
-        a question, does not end a turn.
+        It may be a tag that names the next speaker, like GLM's <|user|> and <|observation|>: a model with such a
+        template stops after writing that tag. A tag that begins assistant headers, or only opens a question, does not
+        end a turn.
 
         Args:
             message: position of the turn's message.
-            high: the end of all that may be the turn's own.
-            at: where the control token has to start. Only an end of sequence may stand elsewhere than at ``high``.
-            openings: what headers of assistants begin with.
-            answered: as in ``Written``.
+            high: the end of all text that may be the turn's own.
+            at: required start of the control token. Only an end of sequence may be elsewhere than at ``high``.
+            openings: beginnings of assistant headers.
+            answered: see ``Written``.
         """
         messages = self._messages
         if self._eos and self._text.startswith(self._eos, at):
@@ -470,7 +473,7 @@ class EdgeFinder:
         return at + len(end)
 
     def _common(self, one: str, other: str) -> int:
-        """How many characters two texts begin with alike, in whole units as ``Rules.piece`` matches them."""
+        """Return the length of the common beginning of two texts, in whole units of ``Rules.piece``."""
         length = max(0, _parting(one, other) - _FAR)  # far enough back for the units of both texts to be in step
         ours, theirs = self._piece.finditer(one, length), self._piece.finditer(other, length)
         for a, b in zip(ours, theirs, strict=False):
@@ -481,7 +484,7 @@ class EdgeFinder:
 
 
 def _without_block(prompt: str) -> str:
-    """A prompt without the empty block of reasoning at its end."""
+    """Return a prompt without the empty block of reasoning at its end."""
     for at in range(len(prompt)):
         if (block := EMPTY_THINKING.match(prompt, at)) and block.end() == len(prompt):
             return prompt[: at + len(block[0]) - len(block[0].lstrip())]
@@ -493,7 +496,7 @@ def _is_tag(piece: str) -> bool:
 
 
 def _parting(one: str, other: str) -> int:
-    """The position of the first character in which two texts differ."""
+    """Return the position of the first difference between two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -505,21 +508,21 @@ def _parting(one: str, other: str) -> int:
 
 
 def prompt_varies(tree: nodes.Template) -> bool:
-    """Whether the generation prompt may differ between two rows with the same variables.
+    """Return whether the generation prompt may differ between two rows with the same variables.
 
-    It cannot where the statements that ask for it read nothing but variables that are given to the template and never
-    set in it. What reads the messages, or whatever was made of them, may differ.
+    It cannot if the statements that depend on the request read only variables that are given to the template and never
+    set in it. A prompt that reads the messages, or values computed from them, may differ.
     """
     made = {"messages", "tools", "loop", "self", "caller", "varargs", "kwargs"}
     made |= {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     made |= {macro.name for macro in tree.find_all(nodes.Macro)}
-    made -= {"add_generation_prompt"}  # many templates give it a default
+    made -= {"add_generation_prompt"}  # many templates set a default for it
     asking = [
         node
         for node in tree.find_all((nodes.If, nodes.Output, nodes.Assign, nodes.CondExpr))
         if any(name.name == "add_generation_prompt" for name in node.find_all(nodes.Name))
     ]
-    # Of an outer statement, which also holds what is not asked for, only the tests count.
+    # For an outer statement, which also contains other code, only the tests count.
     read: list[nodes.Node] = []
     for node in asking:
         if not any(other is not node and _holds(node, other) for other in asking):

@@ -1,13 +1,13 @@
-"""Which characters of a rendered conversation the model must learn, judged on its stand-in.
+"""Find the characters of a rendered conversation that the model must learn, judged on its stand-in.
 
-``Judge`` renders the stand-in of a row (``stand_in``) once for all rows of the same structure. Where an answer's edges
-lie is found in a *context*: the same answer among the few messages around it (``Contexts``), so that the work grows
-with the number of answers and not with its square. A context is shown to be equal to the whole: each edge must lie in
-the same text between the same neighbours, once in each of the two. What is found in a context depends on that context
-alone, so that no row changes what another one gets.
+``Judge`` renders the stand-in of a row (``stand_in``) once for all rows of the same structure. An answer's edges are
+found in a *context*: the same answer among the few messages around it (``Contexts``), so that the work is linear in the
+number of answers, not quadratic. A context must be shown to be equal to the whole: each edge must lie in the same text
+between the same neighbours, once in each of the two. A result in a context depends only on that context, so no row
+affects the result of another one.
 
-Then one check, which does not know how the edges were found: all words of a message lie in what the model generates
-for it, and no words of another message do.
+At the end there is one independent check: all words of a message are in its generated text, and no words of another
+message are.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _SHARED = re.compile("zqs[0-9]{5}s", re.IGNORECASE)
 
 
 class Renderer(NamedTuple):
-    """How to render with the variables of one row.
+    """Functions that render with the variables of one row.
 
     Attributes:
-        plain: renders ``messages`` and other variables; returns None where the template refuses them.
-        traced: renders ``messages`` and ``tools`` with marks; returns None where the template refuses them or cannot be
+        plain: renders ``messages`` and other variables; returns None if the template rejects them.
+        traced: renders ``messages`` and ``tools`` with marks; returns None if the template rejects them or cannot be
             traced.
-        key: differs where other template variables may change what the template writes.
+        key: differs if other template variables may change the template's output.
     """
 
     plain: Callable[..., str | None]
@@ -52,11 +52,11 @@ class Renderer(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """A position in a stand-in's rendering, said so that it can be found in another one.
+    """A position in a stand-in's rendering, in a form that allows finding it in another one.
 
     Attributes:
-        left: which string stands before it; (-1, "") for the beginning.
-        right: which string stands behind it; (-1, "") for the end.
+        left: the string before it; (-1, "") for the beginning.
+        right: the string after it; (-1, "") for the end.
         text: the template's own text between these two.
         offset: the position in that text.
     """
@@ -68,7 +68,7 @@ class _Spot(NamedTuple):
 
 
 class _InContext(NamedTuple):
-    """What ``TurnFinder`` found in a context, also in spots; None where an edge lies inside a string."""
+    """A result of ``TurnFinder`` in a context, also as spots; None if an edge is inside a string."""
 
     generated: list[tuple[_Spot, _Spot]] | None
     trained: list[tuple[_Spot, _Spot]] | None
@@ -76,7 +76,7 @@ class _InContext(NamedTuple):
 
 
 class Judged:
-    """The stand-in of a row, with what the model generates of each answer in it.
+    """The stand-in of a row, with the generated text of each answer in it.
 
     Attributes:
         outline: its rendering.
@@ -88,9 +88,9 @@ class Judged:
         self._said: dict[tuple[int, bool], Said | SequenceError] = {}
 
     def said(self, message: int, whole: bool = False) -> Said | SequenceError:
-        """What the model generates of one assistant message, or why it cannot be told.
+        """Return the generated text of one assistant message, or why it cannot be determined.
 
-        ``whole`` asks for it in the whole conversation instead of a short context.
+        ``whole`` requests it from the whole conversation instead of a short context.
         """
         found = self._said.get((message, whole))
         if found is None:
@@ -99,7 +99,7 @@ class Judged:
 
 
 class _View:
-    """A stand-in with its rendering, and what has to be known of it for every answer."""
+    """A stand-in with its rendering, and information needed for every answer."""
 
     def __init__(self, outline: Outline, row: StandIn) -> None:
         self.outline, self.row = outline, row
@@ -108,16 +108,16 @@ class _View:
         self.owned = [one for one in outline.placed if not one.shared]
         self.starts = [one.start for one in self.owned]
         self.written = {one.number for one in self.owned}
-        self.numbers: dict[int, list[int]] = {}  # of the placeholders of each message
+        self.numbers: dict[int, list[int]] = {}  # numbers of the placeholders of each message
         for number, hole in enumerate(row.holes):
             self.numbers.setdefault(hole.message, []).append(number)
 
 
 class Judge:
-    """Judges stand-ins of one template, and remembers them.
+    """Judges stand-ins of one template, and caches the results.
 
     Args:
-        rules: what holds for every conversation.
+        rules: the rules for every conversation.
         marked: whether the template has generation markers.
     """
 
@@ -127,7 +127,7 @@ class Judge:
         self._contexts: dict[tuple[str, bytes, int], _InContext | SequenceError | None] = {}
 
     def judge(self, row: StandIn, renderer: Renderer) -> Judged | None:
-        """The verdict on a stand-in; None where the template refuses it."""
+        """Return the verdict on a stand-in; None if the template rejects it."""
         if row.words is not None:
             return self._render(row, renderer)
         key = (renderer.key, _key_of(row))
@@ -156,10 +156,10 @@ class Judge:
         return Judged(view.outline, find)
 
     def _said(self, view: _View, message: int, renderer: Renderer, whole: bool) -> Said:
-        """What the model generates of a message, from the first context that is equal to the whole.
+        """Return the generated text of a message, from the first context that is equal to the whole.
 
         Raises:
-            SequenceError: the message is refused in such a context, or there is none.
+            SequenceError: the message is rejected in such a context, or there is none.
         """
         row = view.row
         refused: SequenceError | None = None
@@ -191,7 +191,7 @@ class Judge:
     def _in_context(
         self, row: StandIn, messages: list[dict[str, Any]], message: int, renderer: Renderer
     ) -> _InContext | SequenceError | None:
-        """What the model generates of a message among others; None where the template refuses these messages."""
+        """Return the generated text of a message among others; None if the template rejects these messages."""
         if row.words is not None:
             own = as_it_is(messages, row.tools, "", _NOTHING)
             return None if own is None else self._find(own, message, renderer)
@@ -224,7 +224,7 @@ class Judge:
         return _InContext(generated, trained, said)
 
     def _checked(self, find: Callable[[int], Said], view: _View, message: int) -> Said | SequenceError:
-        """What ``find`` finds, held to the words of the whole: those of the message are in it, no others are."""
+        """Return the result of ``find``, checked against the whole: it has all words of the message and no others."""
         try:
             said = find(message)
             self._require_own_words(said.generated, view, message)
@@ -251,7 +251,7 @@ class Judge:
                 continue
             if number in view.written:
                 if self._has_markers:
-                    continue  # what the markers leave out was decided by the options
+                    continue  # the options decided about text outside the markers
                 raise self._mixed("words outside", message)
             what = (
                 "values of the arguments of the calls" if kind == "call" else f"the words {said_token(message, kind)}"
@@ -270,7 +270,7 @@ class Judge:
 
 
 def _name_of(value: object) -> str:
-    """What tells a value apart that JSON does not hold; one that refuses to be shown is told by its refusal."""
+    """Return a text that identifies a value that JSON cannot hold; one that cannot be shown, by its error."""
     try:
         return repr(value)
     except ValueError as error:
@@ -278,15 +278,15 @@ def _name_of(value: object) -> str:
 
 
 def _key_of(row: StandIn) -> bytes:
-    """Bytes that are equal for equal stand-ins alone."""
+    """Return bytes that are equal only for equal stand-ins."""
     try:
         return orjson.dumps((row.messages, row.tools), default=_name_of, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # large numbers, and text that is no Unicode
+    except TypeError:  # large numbers, and text that is not valid Unicode
         return repr((row.messages, row.tools)).encode("utf-8", "surrogatepass")
 
 
 def _with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
-    """The error of a context, with its messages numbered as in the whole conversation."""
+    """Return the error of a context, with message numbers of the whole conversation."""
     return reworded(
         error,
         lambda message: numbered(indices[message]),
@@ -294,11 +294,11 @@ def _with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError
     )
 
 
-# ---- positions that two renderings share ----
+# ---- positions common to two renderings ----
 
 
 def _spots(outline: Outline, holes: Sequence[Hole]) -> dict[tuple[Any, Any, str], list[int]]:
-    """Where each text between two owned placeholders starts, by these two and the text."""
+    """Return the start of each text between two owned placeholders, by these two and the text."""
     found: dict[tuple[Any, Any, str], list[int]] = {}
     for start, _, left, right, text in _between(outline, holes):
         found.setdefault((left, right, text), []).append(start)
@@ -306,7 +306,7 @@ def _spots(outline: Outline, holes: Sequence[Hole]) -> dict[tuple[Any, Any, str]
 
 
 def _between(outline: Outline, holes: Sequence[Hole]) -> list[tuple[int, int, Any, Any, str]]:
-    """The texts between owned placeholders: start, stop, what stands left and right, and the text.
+    """Return the texts between owned placeholders: start, stop, left and right neighbours, and the text.
 
     Shared placeholders belong to these texts, without their numbers.
     """
@@ -324,7 +324,7 @@ def _between(outline: Outline, holes: Sequence[Hole]) -> list[tuple[int, int, An
 
 
 def _in_spots(ranges: Ranges, outline: Outline, holes: Sequence[Hole]) -> list[tuple[_Spot, _Spot]] | None:
-    """Ranges of a context as spots; None where one begins or ends inside a placeholder."""
+    """Return ranges of a context as spots; None if one begins or ends inside a placeholder."""
     between = _between(outline, holes)
     found = []
     for edges in ranges:
@@ -346,7 +346,7 @@ def _placed(
     indices: Sequence[int],
     spots: Mapping[tuple[Any, Any, str], list[int]],
 ) -> Ranges | None:
-    """The ranges of a context in the whole; None where a spot is not in the whole, or more than once."""
+    """Return the ranges of a context in the whole; None if a spot is missing there or occurs more than once."""
 
     def side(of: tuple[int, str]) -> tuple[int, str]:
         return of if of[0] < 0 else (indices[of[0]], of[1])

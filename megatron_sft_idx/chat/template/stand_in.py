@@ -1,18 +1,18 @@
 """Stand-in conversations: a row's messages with every string replaced by a word that nothing else spells.
 
-The data of a row may quote the template's own headers and ends of turn, repeat themselves, or spell words that the
-template writes. In the rendering of the row, text alone then does not tell what is data. A stand-in conversation has
-the same messages with the same fields, but each string is a *placeholder*. Its rendering is unambiguous: a placeholder
-stands where the template writes that string, and all else is the template's own text. So a stand-in is judged in place
-of the row, and the verdict is carried over to the row's own text where the two renderings are shown to agree
+The data of a row may quote the template's own headers and ends of turn, repeat itself, or contain words that the
+template writes. Then the text of the rendering alone does not show which part is data. A stand-in conversation has the
+same messages with the same fields, but each string is a *placeholder*. Its rendering is unambiguous: a placeholder
+marks where the template writes that string, and everything else is the template's own text. So the stand-in is judged
+instead of the row, and the result is carried over to the row's own text if the two renderings are shown to agree
 (``align``).
 
-A placeholder is *owned* if it stands for one string of one message: a content, a reasoning, a leaf of the arguments of
-a call. Names of functions and ids are *shared*: equal strings have equal placeholders wherever they stand, as templates
-look calls up by them.
+A placeholder is *owned* if it represents one string of one message: a content, a reasoning, a leaf of the arguments of
+a call. Names of functions and ids are *shared*: equal strings have equal placeholders everywhere, because templates use
+them to look up calls.
 
-A stand-in depends on the structure of a row alone: who speaks, which fields a message has, which of them are empty. All
-rows of one structure have the same stand-in, so what was found for one of them holds for all.
+A stand-in depends only on the structure of a row: the roles, the fields of each message, and which of them are empty.
+All rows of one structure have the same stand-in, so a result for one of them holds for all.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _KEPT_FIELDS = frozenset({"role", "type"})
 
 
 class Hole(NamedTuple):
-    """What one owned placeholder stands for.
+    """The string that an owned placeholder represents.
 
     Attributes:
         message: position of the message.
-        kind: which of what the message says; ``"content"`` for what anyone but the assistant says.
+        kind: the part of the message; ``"content"`` for all roles except the assistant.
     """
 
     message: int
@@ -57,7 +57,7 @@ class Occurrence(NamedTuple):
 
     Attributes:
         start: its first character.
-        stop: the character behind it.
+        stop: the position after its last character.
         number: its number.
         shared: whether it is a shared one.
     """
@@ -69,16 +69,16 @@ class Occurrence(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """A conversation of placeholders, and what they stand for in a row.
+    """A conversation of placeholders, and the strings of a row that they represent.
 
     Attributes:
         messages: the messages.
         tools: the tools.
-        holes: what each owned placeholder stands for, by its number.
-        owned: the row's own value for each owned placeholder: a string, or a number of the arguments of a call.
+        holes: the string that each owned placeholder represents, by its number.
+        owned: the row's own value for each owned placeholder: a string, or a number in the arguments of a call.
         shared: the row's own value for each shared placeholder.
         tested: as given to ``make_stand_in``.
-        words: matches the row's own strings, in a row that stands in for itself; else None.
+        words: matches the row's own strings in a row that is its own stand-in; else None.
     """
 
     messages: list[dict[str, Any]]
@@ -90,7 +90,7 @@ class StandIn(NamedTuple):
     words: re.Pattern[str] | None = None
 
     def placed_in(self, text: str) -> list[Occurrence]:
-        """All placeholders in a text, in order."""
+        """Return all placeholders in a text, in order."""
         if self.words is not None:
             numbers = {value.strip(): number for number, value in enumerate(self.owned) if isinstance(value, str)}
             return [Occurrence(*match.span(), numbers[match[0]], False) for match in self.words.finditer(text)]
@@ -105,12 +105,12 @@ class StandIn(NamedTuple):
 
 
 def owned_word(number: int) -> str:
-    """The placeholder of the owned string of this number; too long to stand in a template by chance."""
+    """Return the placeholder of the owned string with this number; too long to occur in a template by chance."""
     return f"zqw{number:05d}wordswqz"
 
 
 def shared_word(number: int) -> str:
-    """The placeholder of the shared string of this number: nine letters and digits, as some templates want of ids."""
+    """Return the placeholder of the shared string with this number: nine letters and digits, for strict templates."""
     return f"zqs{number:05d}s"
 
 
@@ -128,13 +128,13 @@ def make_stand_in(
     Args:
         messages: the conversation, in the form in which the template takes it.
         tools: schemas of the functions that can be called.
-        spelt: strings that the template itself spells. Names and ids among them stay as they are.
-        tested: matches strings that the template looks for in the data, such as ``</think>``. If given, the stand-in is
-            *faithful*: these strings stay where they are, and so do names and tools. A template then takes the branches
-            that it takes for the row, but few rows have the same structure.
+        spelt: strings in the template's source. Names and ids among them are not replaced.
+        tested: matches strings that the template searches for in the data, such as ``</think>``. If given, the
+            stand-in is *faithful*: these strings stay in place, and so do names and tools. A template then takes
+            the same branches as for the row, but few rows have the same structure.
 
     Raises:
-        ValueError: the conversation holds more strings than there are placeholders.
+        ValueError: the conversation has more strings than there are placeholders.
     """
     known = {called(tool).get("name") for tool in tools or ()} if tested is not None else set()
     maker = Maker(spelt | {name for name in known if isinstance(name, str)}, tested)
@@ -149,18 +149,19 @@ def make_stand_in(
 def as_it_is(
     messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, own_text: str, loud: re.Pattern[str]
 ) -> StandIn | None:
-    """A conversation that stands in for itself, where its strings can be told from all else.
+    """Use a conversation as its own stand-in, if its strings can be distinguished from all other text.
 
-    Some templates look at the letters of a string, or count them, so that no placeholder can take its place.
+    Some templates check the letters of a string, or count them, so that no placeholder can replace it.
 
     Args:
         messages: the conversation.
         tools: schemas of the functions that can be called.
-        own_text: what the template writes by itself.
-        loud: matches tags and control tokens, which no string may hold.
+        own_text: text that the template itself writes.
+        loud: matches tags and control tokens, which no string may contain.
 
     Returns:
-        The stand-in; None where a string holds another one, something loud, or what the template writes by itself.
+        The stand-in; None if a string contains another one, a tag or control token, or text that the template itself
+        writes.
     """
     maker = _Keeper(frozenset(), None)
     made = [maker.message(index, message) for index, message in enumerate(messages)]
@@ -176,9 +177,9 @@ def as_it_is(
 
 
 class Maker:
-    """Replaces the strings of one conversation; the arguments are those of ``make_stand_in``.
+    """Replaces the strings of one conversation. The arguments are those of ``make_stand_in``.
 
-    ``align`` puts other things in the place of strings: it overrides ``placeholder`` and ``share``.
+    ``align`` uses other replacements: it overrides ``placeholder`` and ``share``.
     """
 
     def __init__(self, spelt: frozenset[str], tested: re.Pattern[str] | None) -> None:
@@ -191,7 +192,7 @@ class Maker:
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
         """The stand-in of one message."""
-        if len(message) == 2 and self._tested is None:  # as most are
+        if len(message) == 2 and self._tested is None:  # the most frequent case
             content = message.get("content")
             if type(content) is str and "</" not in content and "[/THINK]" not in content and "role" in message:
                 return {"role": message["role"], "content": self._text(content, index, "content")}
@@ -203,7 +204,7 @@ class Maker:
             elif key == "content":
                 made[key] = self._content(index, message, value)
             elif key in REASONING_FIELDS and isinstance(value, str):
-                # Several names may hold the same reasoning.
+                # Several fields may have the same reasoning.
                 if value not in reasoning:
                     reasoning[value] = self._text(value, index, "reasoning")
                 made[key] = reasoning[value]
@@ -214,7 +215,7 @@ class Maker:
         return made
 
     def made_up_tools(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A tool for each function that is called, or one where none is."""
+        """Return a tool for each function that is called, or one if none is."""
         names = [called(call).get("name") for message in messages for call in message.get("tool_calls") or ()]
         known = dict.fromkeys(self._other(name) for name in names if isinstance(name, str)) or {"zqtool": None}
         parameters = {"type": "object", "properties": {"zqkey": {"type": "string", "description": "zqdescription"}}}
@@ -234,7 +235,7 @@ class Maker:
         return self._said(index, message, content) if isinstance(content, str) else self._other(content)
 
     def _said(self, index: int, message: dict[str, Any], text: str) -> str:
-        """The stand-in of a content; reasoning that stands in it keeps the tags around it."""
+        """Return the stand-in of a content; reasoning inside it keeps its tags."""
         if message.get("role") != "assistant" or not ("</" in text or "[/THINK]" in text):
             return self._text(text, index, "content")
         made, at = "", 0
@@ -248,7 +249,7 @@ class Maker:
         return made + text[at:]
 
     def _text(self, text: str, index: int, kind: Kind) -> str:
-        """A text as placeholders: one, or one for each stretch between strings that the template looks for."""
+        """Return a text as placeholders: one, or one for each part between strings that the template searches for."""
         if not text or text.isspace() or (self._tested is not None and text.strip() in self._spelt):
             return text
         found = [] if self._tested is None else [match.span() for match in self._tested.finditer(text)]
@@ -272,14 +273,14 @@ class Maker:
         return self.placeholder(len(self.owned) - 1, value)
 
     def placeholder(self, number: int, value: Any) -> Any:
-        """What stands in the place of an owned value: a word for a string, a number for a number."""
+        """Return the replacement for an owned value: a word for a string, a number for a number."""
         if isinstance(value, str):
             return _FIRST_WORDS[number] if number < len(_FIRST_WORDS) else owned_word(number)
         made = int(f"731{number:05d}137")
         return made if isinstance(value, int) else made + 0.5
 
     def share(self, value: str) -> str:
-        """What stands in the place of a string that may be looked up."""
+        """Return the replacement for a string that may be looked up."""
         word = self._shared_words.get(value)
         if word is None:
             word = self._shared_words[value] = shared_word(len(self.shared))
@@ -323,9 +324,9 @@ class Maker:
         return self.share(key)
 
     def _other(self, value: Any) -> Any:
-        """A string that may be looked up, such as a name or an id, or whatever else a message holds.
+        """Return the stand-in for a string that may be looked up (a name or an id), or for other values of a message.
 
-        A faithful stand-in keeps those that the tools hold, by which templates look tools up.
+        A faithful stand-in keeps the strings in the tools, which templates use to look tools up.
         """
         if type(value) is str and value in self._shared_words:
             return self._shared_words[value]
@@ -336,7 +337,7 @@ class Maker:
         if not isinstance(value, str) or not value.strip() or value in self._spelt:
             return value
         if ("." in value or ":" in value) and _PLAIN_ID.fullmatch(value):
-            # Kimi's ids hold the name of the function: functions.look:0
+            # Kimi's ids contain the name of the function: functions.look:0
             for name in sorted(self._names, key=len, reverse=True):
                 if name in value and name not in self._spelt:
                     return value.replace(name, self.share(name))
@@ -355,9 +356,9 @@ class _Keeper(Maker):
 
 
 def reduced(message: dict[str, Any]) -> dict[str, Any]:
-    """A stand-in message with its calls cut down to what stands at their ends.
+    """Return a stand-in message with its calls reduced to the parts at their ends.
 
-    Of several calls two are left, and of the arguments of each the first and the last leaf with what is around them.
+    Of several calls two remain, and of the arguments of each the first and the last leaf with the text around them.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
@@ -384,7 +385,7 @@ def _ends(value: Any) -> Any:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """How a template may write a value of the row, the likeliest first: as it is, trimmed, as JSON, as Python does."""
+    """Yield the forms in which a template may write a value, likeliest first: plain, trimmed, JSON, Python."""
     if not isinstance(value, str):
         yield json.dumps(value)
         yield str(value)

@@ -1,9 +1,9 @@
-"""The form in which a template takes messages, and messages brought into that form.
+"""The form of messages that a template accepts, and conversion of messages to that form.
 
-Templates disagree about their input. Some write a dict of tool-call arguments as JSON, some paste text; some want
-contents as lists of content parts; most want a missing content to be left out, some want ``""`` and a few want None.
-``learn_style`` finds out which form a template takes by rendering made-up conversations, and ``prepared`` puts messages
-into that form.
+Templates disagree about their input. Some write a dict of tool-call arguments as JSON, others paste text. Some want
+contents as lists of content parts. Most want a missing content to be absent, some want ``""`` and a few want None.
+``learn_style`` finds the form for a template by rendering artificial conversations, and ``prepared`` converts messages
+to that form.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _TOOL = {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": "a
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The form in which a template takes messages.
+    """The form of messages that a template accepts.
 
     Attributes:
         text_arguments: whether arguments of calls may be JSON text: it is pasted, and not written as a JSON string.
         parsed_arguments: whether arguments of calls may be dicts: they are written as JSON, not as ``{'a': 1}``.
         in_parts: whether contents must be lists of content parts, because the template loses strings.
-        null_forms: what may stand for the missing content of a call, as in ``NULL_FORMS``, in the order to try.
+        null_forms: possible replacements for the missing content of a call, from ``NULL_FORMS``, in the order to try.
     """
 
     text_arguments: bool = True
@@ -54,16 +54,16 @@ class Style:
 def prepared(
     messages: Sequence[dict[str, Any]], style: Style, notes: dict[str, int], missing: object = ABSENT
 ) -> list[dict[str, Any]]:
-    """Put messages into the form that a template takes; the given messages are not changed.
+    """Convert messages to the form that a template accepts. The given messages are not changed.
 
-    Reasoning is put under the two names that templates read, ``reasoning_content`` and ``thinking``. No two messages of
-    the result are the same object, since tracing knows messages by their identity.
+    Reasoning is stored under the two names that templates read, ``reasoning_content`` and ``thinking``. No two messages
+    of the result are the same object, because tracing identifies messages by object identity.
 
     Args:
         messages: a conversation.
         style: the form.
         notes: counts by name, to which the number of converted arguments is added.
-        missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
+        missing: replacement for a missing assistant content, one of ``NULL_FORMS``.
     """
     result: list[dict[str, Any]] = []
     one_form = style.text_arguments != style.parsed_arguments
@@ -100,7 +100,7 @@ def prepared(
 
 
 def _fitting(arguments: object, as_text: bool) -> object:
-    """The arguments of a call, changed from a dict to JSON text (``as_text``) or back; None if there is no change."""
+    """Convert the arguments of a call from a dict to JSON text (``as_text``) or back; None if nothing changes."""
     if as_text and isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     if not as_text and isinstance(arguments, str):
@@ -113,18 +113,18 @@ def _fitting(arguments: object, as_text: bool) -> object:
 
 
 def _tool_call(arguments: object) -> dict[str, Any]:
-    """A made-up assistant message that calls a function, without a content."""
+    """Return an artificial assistant message that calls a function, without a content."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
 
 def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
-    """Find out in which form a template takes contents and arguments, by rendering made-up conversations.
+    """Find the form of contents and arguments that a template accepts, by rendering artificial conversations.
 
-    Where no form is written better than the others, messages stay in the form that the data has.
+    If no form is written better than the others, messages stay in the form of the data.
 
     Args:
-        render: renders messages; returns None where the template refuses them.
+        render: renders messages; returns None if the template rejects them.
     """
     in_parts = False
     for history in ([_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER]):
@@ -140,7 +140,7 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
-    # Some templates leave out the calls of a message without a content, without an error.
+    # Some templates omit the calls of a message without a content, without an error.
     number = min((number for text, number in ((pasted, as_text), (parsed, as_object)) if text), default=0)
     null_forms = NULL_FORMS
     if number == 2 or (number == 1 and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")):
@@ -151,10 +151,10 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
 def _rendered_call(
     render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool
 ) -> tuple[str, int]:
-    """A made-up call, rendered with the first of ``NULL_FORMS`` for which the template writes its arguments.
+    """Render an artificial call with the first of ``NULL_FORMS`` for which the template writes its arguments.
 
     Returns:
-        The text and the number of that form; ("", 0) where the template writes the arguments in no form.
+        The text and the number of that form; ("", 0) if the template writes the arguments in no form.
     """
     for number, (_, missing) in enumerate(NULL_FORMS):
         for closing in ([_TOOL, _ASSISTANT], []):

@@ -1,16 +1,16 @@
-"""Which message wrote which characters of a text: found by marks in the template's syntax tree, not by comparing words.
+"""Find which message wrote which characters of a text, with marks in the template's syntax tree instead of comparisons.
 
-Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is given the loop variable.
-If that very object is one of the conversation's messages, or an index by which the loop body picks one, the iteration
-is that message's: it opens a *frame*, and what it writes belongs to the message. An iteration over anything else (tool
-calls, content parts) opens no frame, so that its text belongs to the frame that is open. ``{% generation %}`` blocks
-get a pair of marks too.
+Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* gets the loop variable. If
+this object is one of the conversation's messages, or an index that the loop body uses to select one, the iteration
+belongs to that message: it opens a *frame*, and its output belongs to the message. An iteration over anything else
+(tool calls, content parts) opens no frame, so its text belongs to the current frame. ``{% generation %}`` blocks get a
+pair of marks, too.
 
-Marks in the template's own flow are statements that write nothing: they note how many chunks of text the rendering has
-yielded so far, so that its text is that of a plain rendering. Inside macros, call, filter and ``set`` blocks and
-recursive loops, text is captured before it is yielded, and that number means nothing. Marks there write sentinels from
-Unicode's private use area, which are stripped afterwards. A template may measure, trim or compare what it captures, so
-the stripped text must equal that of a second, plain rendering, character for character.
+Marks in the template's own flow are statements that write nothing. They record how many chunks of text the rendering
+has yielded so far, so the text is that of a plain rendering. Inside macros, call, filter and ``set`` blocks and
+recursive loops, text is captured before it is yielded, and that number is meaningless. Marks there write sentinels from
+Unicode's private use area, which are stripped afterwards. A template may measure, trim or compare captured text, so the
+stripped text must equal that of a second, plain rendering, character for character.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megatron_sft_idx.chat.template.environment import MARK, TemplateEnvironment
 from megatron_sft_idx.chat.template.messages import utterances_of
 from megatron_sft_idx.errors import FormatError
 
-_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; one of 0 or above opens the frame of that number
+_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; an event of 0 or above opens the frame of that number
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 _WRITERS = (nodes.Output, nodes.CallBlock, nodes.FilterBlock, nodes.Block, nodes.Include)
 
 
-class Untraceable(Exception):  # noqa: N818 - an answer, which lets the caller find another way
-    """Tracing cannot tell which message wrote what in this conversation; the message says why."""
+class Untraceable(Exception):  # noqa: N818 - a result, so that the caller can use another method
+    """Tracing cannot determine which message wrote which text in this conversation; the message says why."""
 
 
 class Segment(NamedTuple):
-    """Characters ``[start, stop)`` that one message wrote in one frame, that is, in one iteration of a loop."""
+    """Characters ``[start, stop)`` that one message wrote in one frame, which is one iteration of a loop."""
 
     start: int
     stop: int
@@ -52,14 +52,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A rendered text, and which message wrote what of it.
+    """A rendered text, and which message wrote which part.
 
     Attributes:
         text: exactly what the unmarked template renders.
-        segments: what messages wrote, in the order of the text, not overlapping.
+        segments: the parts written by messages, in the order of the text, without overlap.
         generated: ``(start, stop)`` of the template's ``{% generation %}`` blocks, ascending, disjoint.
-        frames: the message of each frame; frames are numbered from 0 in the order in which they opened.
-        outer: for each frame that opened inside another one, that other frame.
+        frames: the message of each frame; frames are numbered from 0 in the order of opening.
+        outer: for each frame opened inside another one, that other frame.
     """
 
     text: str
@@ -70,17 +70,17 @@ class Traced:
 
 
 class _Tracker:
-    """Notes the marks that a template passes while it renders; only one rendering may run at a time.
+    """Records the marks that a template passes during rendering; only one rendering may run at a time.
 
-    Marks are called in every loop iteration, so for speed they are closures over the lists that they fill.
+    Marks run in every loop iteration. For speed, they are closures over the lists that they fill.
     """
 
     def __init__(self) -> None:
         self.chunks: list[str] = []
-        self.events: list[tuple[int, int]] = []  # (how many chunks were yielded before it, event)
+        self.events: list[tuple[int, int]] = []  # (number of chunks yielded before it, event)
         self.frames: list[int] = []  # the message of each frame
-        self._stack = [-1]  # for each open iteration the message whose text it writes, -1 for no message
-        self._positions: dict[int, int] = {}  # position of a message by its id()
+        self._stack = [-1]  # for each open iteration the message whose text it writes, -1 for none
+        self._positions: dict[int, int] = {}  # position of a message, by its id()
         self.sentinel = ""
         self.captured = False
 
@@ -96,12 +96,12 @@ class _Tracker:
         self.captured = False
 
     def marks(self) -> dict[str, Callable[..., Any]]:
-        """The filters by which ``_Marker`` marks templates, by name."""
+        """The filters that ``_Marker`` inserts into templates, by name."""
         chunks, events, frames, stack = self.chunks, self.events, self.frames, self._stack
         position = self._positions.get
 
         def push(value: Any, lists: Sequence[Any]) -> int:
-            """Open an iteration; returns the number of the frame that it opens, -1 where it opens none."""
+            """Open an iteration. Return the number of the frame that it opens, or -1."""
             # The loop variable may be the message, its index in one of the lists, or one of several values.
             candidates = [value]
             if type(value) is int:
@@ -150,13 +150,13 @@ class _Tracker:
         }
 
     def _written(self, event: int) -> str:
-        """The sentinel of an event, to be written into captured text."""
+        """Return the sentinel of an event, to write into captured text."""
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
 
 
 class _Marker(NodeTransformer):
-    """Puts marks into a syntax tree. With ``marks=False`` it only turns generation blocks into plain scopes."""
+    """Inserts marks into a syntax tree. With ``marks=False`` it only turns generation blocks into plain scopes."""
 
     def __init__(self, environment: TemplateEnvironment, marks: bool) -> None:
         self.environment = environment
@@ -175,7 +175,7 @@ class _Marker(NodeTransformer):
         elif isinstance(node.target, nodes.Tuple):
             target = nodes.Tuple([nodes.Name(name.name, "load") for name in node.target.find_all(nodes.Name)], "load")
         writes = any(isinstance(item, _WRITERS) or any(item.find_all(_WRITERS)) for item in node.body)
-        # A break in the ``else`` of a loop is one of the outer loop.
+        # A break in the ``else`` of a loop belongs to the outer loop.
         else_body, node.else_ = [child for item in node.else_ for child in self._listed(item)], []
         if target is None or not writes:
             leaves, self._leaves = self._leaves, []  # a break in this loop leaves no other one
@@ -207,7 +207,7 @@ class _Marker(NodeTransformer):
         function = node.call.node
         if not (isinstance(function, nodes.ExtensionAttribute) and function.name == GENERATION):
             return self._visit_captured(node)
-        # The body of a call block is a scope of its own. So is this one, but it writes into the template's flow.
+        # The body of a call block is a separate scope. So is this one, but it writes into the template's flow.
         self.generations += 1
         body = [child for item in node.body for child in self._listed(item)]
         if self.marks:
@@ -217,11 +217,11 @@ class _Marker(NodeTransformer):
         return nodes.Scope(body).set_lineno(node.lineno).set_environment(self.environment)
 
     def _visit_captured(self, node: nodes.Node) -> nodes.Node:
-        """Mark what is inside a node whose text is captured, so that these marks write sentinels."""
+        """Mark the content of a node whose text is captured, with marks that write sentinels."""
         outer_captured, self.captured = self.captured, True
         leaves = self._leaves
         if isinstance(node, (nodes.Macro, nodes.CallBlock)):
-            self._leaves = []  # a function of its own: no break crosses out of it
+            self._leaves = []  # a separate function: no break leaves it
         self.generic_visit(node)
         self.captured, self._leaves = outer_captured, leaves
         return node
@@ -233,16 +233,16 @@ class _Marker(NodeTransformer):
         return visited if isinstance(visited, list) else [visited]
 
     def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
-        """A statement that calls the tracker: by a filter, since the sandbox calls filters without a check."""
+        """Return a statement that calls the tracker through a filter, which the sandbox calls without a check."""
         call = nodes.Filter(value, f"{MARK}{name}{'_captured' if self.captured else ''}", lists, [], None, None)
         statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
 
 
 def _indexed_by(loop: nodes.For, index: str) -> list[str]:
-    """Names that a loop's body subscripts with the loop variable: ``messages`` in ``messages[i]``.
+    """Return the names that a loop's body indexes with the loop variable: ``messages`` in ``messages[i]``.
 
-    Names that the body itself assigns are left out: if a mark read them first, their scope would change.
+    Names that the body itself assigns are excluded: if a mark read them first, their scope would change.
     """
     stored = {name.name for name in loop.find_all(nodes.Name) if name.ctx != "load"}
     names: dict[str, None] = {}
@@ -256,12 +256,12 @@ def _indexed_by(loop: nodes.For, index: str) -> list[str]:
 
 
 class TracedTemplate:
-    """A compiled template that tells which message wrote what.
+    """A compiled template that records which message wrote which text.
 
     Args:
         source: the template's text.
-        environment: where marks are registered as filters; no other template may share it.
-        name: what errors call the template.
+        environment: environment in which marks are registered as filters; no other template may share it.
+        name: name of the template in errors.
 
     Raises:
         FormatError: the template does not compile.
@@ -270,7 +270,7 @@ class TracedTemplate:
     def __init__(self, source: str, environment: TemplateEnvironment, name: str) -> None:
         self._environment, self._name, self._source = environment, name, source
         self._tracker = _Tracker()
-        self._compiled: dict[str, Template] = {}  # by the file that tracebacks name
+        self._compiled: dict[str, Template] = {}  # by the file name in tracebacks
         environment.filters.update(self._tracker.marks())
         self._marked, self.has_generation = self._compile(marks=True)
 
@@ -288,11 +288,11 @@ class TracedTemplate:
         """Render with marks.
 
         Args:
-            messages: the conversation's messages, each a different object, as ``variables`` holds them.
+            messages: the conversation's messages, each a different object, as in ``variables``.
             variables: all template variables.
 
         Raises:
-            Untraceable: marks inside captured text changed what the template does.
+            Untraceable: marks inside captured text changed the behaviour of the template.
         """
         tracker = self._tracker
         tracker.reset(messages, _SENTINELS[0])
@@ -303,7 +303,7 @@ class TracedTemplate:
         return _traced(text, events, tracker.frames.copy())
 
     def line_of(self, error: BaseException) -> str:
-        """``"line N: "`` for an error that a rendering of the template raised, else an empty string."""
+        """Return ``"line N: "`` for an error raised by a rendering of the template, else ""."""
         calls = [(frame.f_code.co_filename, at) for frame, at in walk_tb(error.__traceback__)]
         lines = [self._compiled[file].get_corresponding_lineno(at) for file, at in calls if file in self._compiled]
         return f"line {lines[-1]}: " if lines else ""
@@ -315,11 +315,11 @@ class TracedTemplate:
         environment.allowance.start(variables)
         context = environment.context_class(environment, {**template.globals, **variables}, self._name, template.blocks)
         for chunk in template.root_render_func(context):
-            append(chunk)  # one at a time, since marks note how many there are so far
+            append(chunk)  # one at a time, because marks record how many there are so far
         return environment.allowance.joined(chunks)
 
     def _events(self) -> list[tuple[int, int]]:
-        """The events of marks in the template's flow, each with its position in the text."""
+        """Return the events of marks in the template's flow, each with its position in the text."""
         tracker = self._tracker
         ends = [0, *accumulate(map(len, tracker.chunks))]
         return [(ends[chunk], event) for chunk, event in tracker.events]
@@ -327,7 +327,7 @@ class TracedTemplate:
     def _without_sentinels(
         self, messages: Sequence[object], variables: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render with sentinels that the text does not hold, and strip them.
+        """Render with sentinels that do not occur in the text, and strip them.
 
         Returns:
             The text, and the events of all marks, each with its position in that text.
@@ -340,7 +340,7 @@ class TracedTemplate:
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
         found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
-        # Of two marks at one position, that in the template's flow came first, before the captured text.
+        # Of two marks at one position, the one in the template's flow came first, before the captured text.
         events = [(position, 0, event) for position, event in self._events()]
         events += [(match.start(), 1, int(match[1])) for match in found]
         events.sort(key=lambda item: item[:2])
@@ -372,7 +372,7 @@ class TracedTemplate:
 
 
 def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Traced:
-    """The segments that marks make of a text: what stands between two marks belongs to the innermost open frame."""
+    """Return the segments defined by marks: text between two marks belongs to the innermost open frame."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
     outer: dict[int, int] = {}
@@ -391,7 +391,7 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         if stack and position > at:
             frame = stack[-1]
             if segments and segments[-1].stop == at and segments[-1].frame == frame:
-                at = segments.pop().start  # the frames that opened in between wrote nothing
+                at = segments.pop().start  # the frames opened in between wrote nothing
             segments.append(Segment(at, position, frame, frames[frame]))
         at = position
         if event >= 0:
@@ -406,12 +406,12 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
 
 
 def own_segments(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """The segments that messages wrote, where text from a mere *glance* at a message does not count as that message's.
+    """Return the segments of messages, where text from a mere *glance* at a message does not count as that message's.
 
-    While a template writes one message it may loop over the others merely to look something up, such as the name of a
-    call. That inner loop may also write another message in full, such as a tool's results. A frame inside a frame is a
+    While a template writes one message, it may loop over the others only to look something up, such as the name of a
+    call. That inner loop may also write another message in full, such as a tool result. A frame inside a frame is a
     glance unless it is its message's writer (``_writers``). Text written during a glance at an answer belongs to the
-    message of the outer frame; text written during a glance at any other message, to nobody.
+    message of the outer frame. Text written during a glance at any other message belongs to no message.
     """
     if not traced.outer or not any(segment.frame in traced.outer for segment in traced.segments):
         return traced.segments
@@ -432,11 +432,11 @@ def own_segments(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The one frame that writes each message, by the message's position.
+    """Return the one frame that writes each message, by the message's position.
 
     A message may have several frames. Its writer is one that is not inside another message's frame, if there is one;
-    among those, the one that holds most of the message's utterances; among equals, the first that opened. A message of
-    which no utterance stands in any frame has no writer.
+    among those, the one that has most of the message's utterances; among equals, the first one opened. A message
+    without an utterance in any frame has no writer.
     """
     written: dict[int, str] = {}
     for segment in traced.segments:

@@ -1,13 +1,13 @@
-"""What the model generates of one assistant message, in the rendering of a short stand-in conversation.
+"""Find the generated text of one assistant message in the rendering of a short stand-in conversation.
 
-These are the characters that the template wrote for the message, from the end of the generation prompt up to and
-including the end of turn. White space after that is never generated.
+This is the text that the template wrote for the message, from the end of the generation prompt up to and including the
+end of turn. White space after that is never generated.
 
-They are found in two ways, which must agree. Tracing shows which message wrote which text. Renderings of beginnings of
-the conversation show where a turn starts and stops (``scaffold``). Where tracing cannot follow a template, the
-placeholders show whose words stand where, and renderings alone decide about the template's text between them.
+It is found in two ways, which must agree. Tracing shows which message wrote which text. Renderings of beginnings of the
+conversation show where a turn starts and stops (``scaffold``). If tracing cannot follow a template, the placeholders
+show the positions of all words, and only renderings decide about the template's text between them.
 
-Errors name messages and words by tokens (``reworded``), since a stand-in is judged once for many rows.
+Errors refer to messages and words by tokens (``reworded``), because a stand-in is judged once for many rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAVES = ("leaves out", "use a template that keeps them, or give the message we
 
 
 class Stood(NamedTuple):
-    """An utterance that stands in the text, from ``start`` to ``stop``."""
+    """An utterance found in the text, from ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -36,12 +36,12 @@ class Stood(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """The end of what a server feeds before a message, where that may differ from row to row.
+    """The end of the text that a server feeds before a message, if it may differ between rows.
 
     Attributes:
         before: positions of the messages that are fed.
-        cut_down: whether their calls are cut down (``reduced``).
-        text: the template's own text behind the last string of these messages; None where the template refuses them.
+        cut_down: whether their calls are reduced (``reduced``).
+        text: the template's own text after the last string of these messages; None if the template rejects them.
     """
 
     before: list[int]
@@ -50,13 +50,13 @@ class Prompt(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the model generates of one message.
+    """The generated text of one message.
 
     Attributes:
         generated: the characters that the model generates.
-        trained: those of them that the options train on.
-        notes: counts for the summary by name.
-        prompt: what it is fed before that, where this has to be looked up for each row.
+        trained: the part of it that the options train on.
+        notes: counts for the summary, by name.
+        prompt: the text fed before it, if it has to be checked for each row.
     """
 
     generated: Ranges
@@ -66,20 +66,20 @@ class Said(NamedTuple):
 
 
 def numbered(message: int) -> str:
-    """The token that stands for the number of a message in the reason of an error."""
+    """Return the token for the number of a message in the reason of an error."""
     return f"zqm{message:05d}m"
 
 
 class TurnFinder:
-    """Finds what the model generates of each assistant message in one rendering.
+    """Finds the generated text of each assistant message in one rendering.
 
     Args:
-        rules: what holds for every conversation.
+        rules: the rules for every conversation.
         text: the rendering.
-        messages: the messages as the template saw them.
-        row: the stand-in that these messages are of, or a part of it.
-        traced: which message wrote what; None where the template cannot be traced.
-        render: renders other ``messages`` and variables; returns None where the template refuses them.
+        messages: the messages, as given to the template.
+        row: the stand-in to which these messages belong, or a part of it.
+        traced: which message wrote which text; None if the template cannot be traced.
+        render: renders other ``messages`` and variables; returns None if the template rejects them.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TurnFinder:
         self._of_message: dict[int, list[Occurrence]] = {}
         for one in self.placed:
             self._of_message.setdefault(self._holes[one.number].message, []).append(one)
-        self._called_with: dict[int, set[int]] = {}  # numbers of the values with which a message calls functions
+        self._called_with: dict[int, set[int]] = {}  # numbers of the values in a message's function calls
         for number, hole in enumerate(self._holes):
             if hole.kind == "call":
                 self._called_with.setdefault(hole.message, set()).add(number)
@@ -109,17 +109,17 @@ class TurnFinder:
             self._written.setdefault(segment.message, []).append(segment)
 
     def fed(self, message: int) -> str | None:
-        """The template's own text behind the last string of what a server feeds before a message."""
+        """Return the template's own text after the last string that a server feeds before a message."""
         fed = self._edges.fed(message)
         return None if fed is None else fed[max((one.stop for one in self._row.placed_in(fed)), default=0) :]
 
     def _mine(self, message: int, kind: str = "") -> list[Occurrence]:
-        """Where the strings of a message stand, or those of one kind."""
+        """Return the positions of the strings of a message, or of those of one kind."""
         placed = self._of_message.get(message, [])
         return [one for one in placed if kind in ("", self._holes[one.number].kind)]
 
     def pieces(self, message: int) -> list[Utterance]:
-        """What a message says, as ``utterances_of`` its row."""
+        """Return the utterances of a message, like ``utterances_of`` for its row."""
         found = utterances_of(self._messages[message])
         quoted = [
             piece
@@ -132,7 +132,7 @@ class TurnFinder:
         ]
         if not quoted:
             return found
-        # A content that quotes a closing tag, whose strings look like reasoning only where placeholders stand for them.
+        # A content that quotes a closing tag: its strings look like reasoning only because of the placeholders.
         content = self._messages[message]["content"]
         text = content if isinstance(content, str) else content[0]["text"]
         whole = Utterance("content", text.strip(), "content", len(text) - len(text.lstrip()))
@@ -143,10 +143,10 @@ class TurnFinder:
         ]
 
     def said(self, message: int) -> Said:
-        """What the model generates of one assistant message.
+        """Return the generated text of one assistant message.
 
         Raises:
-            SequenceError: the template leaves out some of the message's words, or nothing tells where they are.
+            SequenceError: the template omits some of the message's words, or their location is ambiguous.
         """
         self._notes.clear()
         pieces = self.pieces(message)
@@ -185,14 +185,16 @@ class TurnFinder:
         return Said(spans, trained, dict(self._notes))
 
     def found_for_cuts(self, message: int, found: list[Stood]) -> list[tuple[int, int, str]]:
-        """Where the utterances of a message and the values in its calls stand, with their kinds."""
+        """Return the positions of a message's utterances and of the values in its calls, with their kinds."""
         values = [(one.start, one.stop, "call") for one in self._mine(message, "call")]
         return [*((one.start, one.stop, one.piece.kind) for one in found), *values]
 
     def _headers_inside(self, low: int, start: int, stop: int) -> Ranges:
-        """The headers inside a message that the template wrote as two turns; the model is fed these headers too.
+        """Return the headers inside a message that the template wrote as two turns.
 
-        They stand behind an end of sequence. Behind any other end the model goes on and writes the header itself.
+        The model is fed these headers, too.
+
+        They come after an end of sequence. After any other end, the model continues and writes the header itself.
         """
         text, eos, headers = self._text, self._rules.eos, []
         header = text[low:start].strip()
@@ -204,10 +206,10 @@ class TurnFinder:
             at = text.find(header, at + len(header), stop)
         return headers
 
-    # Where a message's text is
+    # The location of a message's text
 
     def _own(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """The segments that the message wrote in one iteration of a loop: the one that holds most of its words."""
+        """Return the segments that the message wrote in one iteration of a loop: the one with most of its words."""
         frames: dict[int, list[Segment]] = {}
         for segment in self._written.get(message, []):
             frames.setdefault(segment.frame, []).append(segment)
@@ -215,11 +217,11 @@ class TurnFinder:
         if not order:
             return []
         order.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
-        # Segments of white space between those of other messages hold no words.
+        # Segments of white space between those of other messages have no words.
         return [one for one in order[-1] if self._text[one.start : one.stop].strip()]
 
     def _between_others(self, message: int) -> list[Segment]:
-        """Without tracing: the text from the last string before a message's own strings to the first one behind."""
+        """Without tracing: return the text between the neighbouring strings of other messages."""
         mine = self._mine(message)
         low, high = 0, len(self._text)
         for one in self.placed:
@@ -240,17 +242,17 @@ class TurnFinder:
                 return at
         return -1
 
-    # Whether a message's words are there
+    # Checks that a message's words are present
 
     def standing(self, pieces: list[Utterance], segments: list[Segment]) -> list[Stood]:
-        """The utterances that stand in these segments."""
+        """Return the utterances found in these segments."""
         found = []
         for piece in pieces:
             at = self._find(piece.text, segments)
             if at >= 0:
                 found.append(Stood(at, at + len(piece.text), piece))
                 continue
-            # A text that holds strings for which the template looks may be written in parts.
+            # A text with strings that the template searches for may be written in parts.
             words = [self._text_of(one, piece.text) for one in self._row.placed_in(piece.text)]
             places = [(at, at + len(word)) for word in words if (at := self._find(word, segments)) >= 0]
             if places and len(places) == len(words):
@@ -269,7 +271,7 @@ class TurnFinder:
         notes: dict[str, int],
         how: tuple[str, str] = _LEAVES,
     ) -> None:
-        """Refuse the row where something that the message says does not stand in its segments."""
+        """Reject the row if some of the message's words are not in its segments."""
         standing = [one.piece for one in found]
         for piece in pieces:
             if piece.kind == "reasoning" and piece not in standing:
@@ -300,7 +302,7 @@ class TurnFinder:
             raise self._refused(message, "values of the arguments of the calls", how)
 
     def _count_or_refuse_dropped(self, message: int, notes: dict[str, int]) -> None:
-        """The template leaves out the message's reasoning: count that, if the options say to, or refuse the row."""
+        """The template omits the message's reasoning: count that if the options allow it, or reject the row."""
         options = self._rules.options
         if options.earlier_reasoning == "drop" or not options.train_on_thinking:
             notes["reasoning_dropped"] = notes.get("reasoning_dropped", 0) + 1
@@ -325,7 +327,7 @@ class TurnFinder:
     # The edges of a turn
 
     def _edges_of(self, message: int, segments: list[Segment], found: list[Stood], traced: bool) -> tuple[int, int]:
-        """Where the text that a message generated starts and stops."""
+        """Return start and stop of the text that a message generated."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         mine = [
@@ -334,7 +336,7 @@ class TurnFinder:
             if any(own.start <= one.start and one.stop <= own.stop for own in segments)
         ]
         words = [one.start for one in mine if self._holes[one.number].kind != "call"]
-        # The name of a function may also stand in a header, so a call counts from the start of its arguments.
+        # The name of a function may also be in a header, so a call counts from the start of its arguments.
         names = self._names_called(segments, found, traced)
         first = min((one.start for one in mine), default=min((at for at, _ in names), default=last.stop))
         said = max((one.stop for one in mine), default=max((one.stop for one in found), default=low))
@@ -376,10 +378,10 @@ class TurnFinder:
         return start, stop
 
     def _names_called(self, segments: list[Segment], found: list[Stood], traced: bool) -> Ranges:
-        """Where a message names the functions that it calls, each as often as it calls it.
+        """Return the positions at which a message writes the names of the functions that it calls.
 
-        The header before the calls may hold a name by chance, so the last places count. Text that was not traced may go
-        on into the next message, so the first places count there.
+        The header before the calls may contain a name by chance, so the last occurrences count. Untraced text may
+        extend into the next message, so the first occurrences count there.
         """
         names = [one.piece.text for one in found if one.piece.kind == "call"]
         words = [(one.start, one.stop) for one in found if one.piece.kind != "call"]
@@ -393,7 +395,7 @@ class TurnFinder:
         return result
 
     def _said_before(self, message: int, first: int) -> int:
-        """The length of a tag before ``first`` that opens reasoning in the content, such as ``<think>``; 0 if none."""
+        """Return the length of a tag before ``first`` that opens reasoning in the content (``<think>``); 0 if none."""
         for piece in self.pieces(message):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
@@ -403,12 +405,12 @@ class TurnFinder:
         return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
-        """``Written.head`` and ``Written.answered`` of a message whose text is ``low`` to ``stop``."""
+        """Return ``Written.head`` and ``Written.answered`` of a message whose text is ``low`` to ``stop``."""
         roles = [one.get("role") for one in self._messages]
         first = message
         while first and roles[first - 1] == "assistant":
             first -= 1
-        if not first:  # no question before it: one behind it may be answered
+        if not first:  # no question before it: a later one may be answered
             later = range(message + 1, len(roles))
             first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
         head = self._text[low:start] if first == message else ""
@@ -420,7 +422,7 @@ class TurnFinder:
 
 
 def _name_pattern(name: str) -> str:
-    """A pattern of the name of a function; one that is no placeholder may be part of another word."""
+    """Return a pattern for the name of a function; one that is not a placeholder may be part of another word."""
     return re.escape(name) if PLACEHOLDER.fullmatch(name) else rf"(?<!\w){re.escape(name)}(?!\w)"
 
 
@@ -430,14 +432,14 @@ _TOKEN = re.compile(r"zqm([0-9]{5})m|zqsaid-([a-z]+)-([0-9]+)-([0-9]+)zq")
 
 
 def said_token(message: int, kind: str, call: int = 0) -> str:
-    """The token that stands for words of a message in the reason of an error."""
+    """Return the token for words of a message in the reason of an error."""
     return f"zqsaid-{kind}-{message}-{call}zq"
 
 
 def reworded(
     error: SequenceError, number: Callable[[int], str], words: Callable[[str, int, int], str]
 ) -> SequenceError:
-    """The error with the tokens in its reason replaced: of messages by ``number``, of words by ``words``."""
+    """Return the error with the tokens in its reason replaced: messages by ``number``, words by ``words``."""
     reason = _TOKEN.sub(
         lambda match: number(int(match[1])) if match[1] else words(match[2], int(match[3]), int(match[4])), error.reason
     )

@@ -1,7 +1,7 @@
-"""Text with spans to token ids with a weight for each; the ids must be those that the model knows, to the last one.
+"""Convert text with spans to token ids with weights. The ids must be exactly those that the model knows.
 
-So each file is read by the library that it was made for, and a faster one is taken only where its ids are known to be
-the same. Nothing is downloaded. Chat templates and messages are not known here.
+So each file is read by the library for which it was made, and a faster one is used only if its ids are known to be the
+same. Nothing is downloaded. Nothing here knows chat templates or messages.
 """
 
 from megatron_sft_idx.chat.tokenizer.end_of_document import append_eod

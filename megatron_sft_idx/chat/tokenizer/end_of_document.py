@@ -10,10 +10,10 @@ from megatron_sft_idx.chat.types import Encoded
 
 
 def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
-    """The sequence with an end-of-document token at its end, the tokenizer's ``eos_id``.
+    """Append an end-of-document token, the tokenizer's ``eos_id``, to a sequence.
 
-    A sequence that ends with the token already gets no second one. Where the sequence ends in a trained answer, the
-    token is trained with the weight of the last trained token. White space at the end is ignored.
+    A sequence that already ends with the token gets no second one. If the sequence ends in a trained answer, the token
+    is trained with the weight of the last trained token. White space at the end is ignored.
 
     Raises:
         ValueError: the tokenizer has no ``eos_id``.
@@ -27,12 +27,12 @@ def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
         ids, mask = np.append(ids, np.int32(eod)), np.append(mask, np.float32(0))
 
     def ends_at(token: int) -> bool:
-        """Whether nothing but white space and the end of document stands behind this token."""
+        """Return whether only white space and the end of document follow this token."""
         behind = ids[token + 1 :]
         return token >= 0 and _is_space(behind[behind != eod], tokenizer)
 
     answer_end = _last(mask != 0)
-    # An answer may end in the token and white space, both trained: then nothing is left to do.
+    # An answer may end in the token and white space, both trained. Then nothing has to be done.
     if ends_at(answer_end) and not ends_at(_last((ids == eod) & (mask != 0))):
         ends = np.flatnonzero(ids == eod)
         mask = mask.copy()
@@ -41,13 +41,13 @@ def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
 
 
 def _last(chosen: NDArray[np.bool_]) -> int:
-    """The position of the last chosen token; -1 where none is."""
+    """Return the position of the last chosen token, or -1."""
     return int(np.flatnonzero(chosen)[-1]) if chosen.any() else -1
 
 
 def _is_space(ids: NDArray[np.int32], tokenizer: Tokenizer) -> bool:
-    """Whether the text of these tokens is white space or empty; a character may be of several tokens."""
-    # The last few tokens nearly always tell, and the text may be long. They may begin in the middle of a character.
+    """Return whether the text of these tokens is white space or empty. A character may consist of several tokens."""
+    # The last few tokens are nearly always enough, and the text may be long. They may begin inside a character.
     if tokenizer.decode(ids[-8:]).replace("\ufffd", "").strip():
         return False
     return not tokenizer.decode(ids).strip()

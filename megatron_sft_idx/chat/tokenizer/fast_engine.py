@@ -1,8 +1,8 @@
-"""Token ids by gigatoken, several times as fast as tokenizers, where it is known to give the same ids.
+"""Token ids from gigatoken, several times as fast as tokenizers, if it is known to give the same ids.
 
-No speed is worth another id, and one young library does not decide ids alone. Texts with characters that the two may
-know differently are left to tokenizers, and so that a difference is found where none is expected, a job has tokenizers
-make the ids of some texts too.
+Speed never justifies a different id, and a young library does not decide ids alone. Texts with characters that the two
+libraries may treat differently are left to tokenizers. To detect unexpected differences, a job also computes the ids of
+some texts with tokenizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPARED_ROWS, COMPARED_ONE_IN = 1000, 512
 
 _compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
 
-# After this much text, which takes seconds, an encoder is made anew, which takes a tenth of a second.
+# After this much text, which takes seconds, an encoder is rebuilt, which takes a tenth of a second.
 RENEWAL_NBYTES = 64 << 20
 
 PROOF = (
@@ -45,7 +45,7 @@ class DifferentIdsError(FormatError):
     """gigatoken and tokenizers give different ids for a text; no row is at fault.
 
     Attributes:
-        difference: the message, without the place in the input that the text comes from.
+        difference: the message, without the position of the text in the input.
         text: the text.
     """
 
@@ -56,7 +56,7 @@ class DifferentIdsError(FormatError):
 
 @contextmanager
 def comparing_all_texts(compares_all: bool = True) -> Iterator[None]:
-    """Within it, every text that gigatoken tokenises is tokenised by tokenizers too; if False, only the sample is."""
+    """In this context, tokenizers checks every text that gigatoken tokenises; if False, only the sample."""
     before = _compares_all.set(compares_all)
     try:
         yield
@@ -65,19 +65,19 @@ def comparing_all_texts(compares_all: bool = True) -> Iterator[None]:
 
 
 def is_sampled(text: str) -> bool:
-    """Whether a text is tokenised by both libraries wherever it stands."""
+    """Return whether a text is tokenised by both libraries, independent of its position."""
     return xxhash.xxh3_64_intdigest(text.encode()) % COMPARED_ONE_IN == 0
 
 
 class FastEngine:
-    """gigatoken where a text allows it, tokenizers for the rest.
+    """gigatoken for suitable texts, tokenizers for the rest.
 
-    One young library does not decide ids alone: one text in ``COMPARED_ONE_IN``, and within ``comparing_all_texts``
-    every text, is tokenised by both libraries. Which ones these are depends on the text alone, so every process of a
-    job compares the same texts, whatever it tokenised before.
+    A young library does not decide ids alone: one text in ``COMPARED_ONE_IN``, and inside ``comparing_all_texts`` every
+    text, is tokenised by both libraries. The selection depends only on the text, so every process of a job compares the
+    same texts, whatever it tokenised before.
 
-    gigatoken remembers every word it has met, up to ten bytes per byte of text that never repeats itself, so its
-    encoder is renewed now and then: memory stays bounded however long the input.
+    gigatoken caches every word, up to ten bytes per byte of text without repetition. Its encoder is therefore rebuilt
+    now and then, so that memory stays bounded for any input.
     """
 
     def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
@@ -108,27 +108,27 @@ class FastEngine:
         return ids
 
     def _is_settled(self, text: str) -> bool:
-        """Whether every library's Unicode tables say the same about a text, so that gigatoken's ids can be taken.
+        """Return whether all libraries' Unicode tables agree about a text, so that gigatoken's ids can be used.
 
-        The class of a character that Unicode has hardly ever changes, its decomposition never; but libraries learn new
-        characters at different times. So the text must hold none that is younger than ``ASSIGNED``.
+        The class of a character in Unicode hardly ever changes, its decomposition never. But libraries add new
+        characters at different times. So the text must not have any that is newer than ``ASSIGNED``.
         """
         return bool(settled().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).all()) and (
             not self._nfc or unicodedata.is_normalized("NFC", text)
         )
 
     def raw_ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """Gigatoken's own answer, whatever the text."""
+        """Return gigatoken's own ids for any text."""
         if self._seen_nbytes > RENEWAL_NBYTES:
             self._encoder, self._seen_nbytes = self._make(), 0
-        # As quick as a batch, which would import the awkward package: half a second.
+        # As fast as a batch, which would import the awkward package: half a second.
         ids = [np.asarray(self._encoder.encode(text), np.uint32) for text in texts]
-        self._seen_nbytes += sum(len(text.encode()) for text in texts)  # quick, as strings keep their UTF-8
+        self._seen_nbytes += sum(len(text.encode()) for text in texts)  # fast, because strings cache their UTF-8
         return ids
 
 
 def _difference(text: str, found: NDArray[np.uint32], expected: NDArray[np.uint32]) -> str:
-    """The message about a text for which gigatoken and tokenizers give different ids."""
+    """Return the message about a text for which gigatoken and tokenizers give different ids."""
     shorter = min(len(found), len(expected))
     different = np.flatnonzero(found[:shorter] != expected[:shorter])
     at = int(different[0]) if different.size else shorter
@@ -140,7 +140,7 @@ def _difference(text: str, found: NDArray[np.uint32], expected: NDArray[np.uint3
 
 
 def load_fast_engine(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> FastEngine | None:
-    """Gigatoken for this tokenizer; None where it is not installed, or not known to give the same ids."""
+    """Return gigatoken for this tokenizer; None if it is not installed, or not known to give the same ids."""
     if find_spec("gigatoken") is None or known_class(spec) is None:
         return None
     import gigatoken
@@ -148,19 +148,19 @@ def load_fast_engine(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> F
     try:
         nfc = spec.get("normalizer") is not None
         engine = FastEngine(lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()), tokenizer, nfc=nfc)
-        # The tokenizers library caches up to ten thousand words for each tokenizer and thread, until the thread ends.
-        # In a thread of its own the sample's odd words do not fill the cache of this one.
+        # The tokenizers library caches up to ten thousand words per tokenizer and thread, until the thread ends. In a
+        # separate thread, the sample's rare words do not fill the cache of this one.
         with ThreadPoolExecutor(max_workers=1) as thread:
             agrees = thread.submit(_agrees, engine, tokenizer).result()
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
+    except BaseException:  # a panic in Rust is a BaseException; in any case, use tokenizers
         return None
     return engine if agrees else None
 
 
 def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
-    """Compares the two libraries on every added token and on characters from all over Unicode."""
+    """Compare the two libraries on every added token and on characters from all parts of Unicode."""
     letters = [chr(c) for c in range(0x21, 0x30000, 61) if settled()[c] and not 0xD800 <= c < 0xE000]
     texts = [PROOF, PROOF.upper(), "".join(f"a{c}b {c}{c} 9{c}\n{c} \t" for c in letters)]
     for token in tokenizer.get_added_tokens_decoder().values():

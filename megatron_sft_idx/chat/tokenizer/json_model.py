@@ -1,4 +1,4 @@
-"""The tokenizer of a ``tokenizer.json``: ids by tokenizers, or by gigatoken where it is known to give the same."""
+"""The tokenizer of a ``tokenizer.json``: ids from tokenizers, or from gigatoken if it is known to give the same."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, AddedTo
 from megatron_sft_idx.errors import FormatError
 
 Backend = Literal["auto", "tokenizers"]
-# Where a text stands, for tokenizers that put a space before texts. A "whole" text gets it. A "later" stretch, behind a
-# control token, gets it unless it is for the first stretch alone. In the "middle" of other text there is none.
+# The position of a text, for tokenizers that put a space before texts. A "whole" text gets one. A "later" stretch,
+# after a control token, gets one unless the tokenizer adds it only to the first stretch. In the "middle" of other text
+# there is none.
 Spaces = Literal["whole", "later", "middle"]
 
 
 class JsonModel:
-    """A loaded ``tokenizer.json``: ids by the library that defines them, and its vocabulary.
+    """A loaded ``tokenizer.json``: ids from the library that defines them, and its vocabulary.
 
     Every kind of model has these methods and attributes.
 
     Args:
-        files: the parsed ``tokenizer.json`` and what the folder adds to it.
-        backend: as for ``load_tokenizer``.
+        files: the parsed ``tokenizer.json`` and the additions of its folder.
+        backend: see ``load_tokenizer``.
 
     Attributes:
         name: the library that tokenises.
         size: the largest id + 1.
         added: the control tokens and their ids, by id.
-        named: texts of ``bos_token`` and the like, where the vocabulary itself names them.
-        spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
-        fingerprint: xxh3_128 of everything that decides the ids.
+        named: texts of ``bos_token`` and similar tokens, if the vocabulary itself names them.
+        spellings: the bytes of every token, if tokens spell their text byte for byte, otherwise None.
+        fingerprint: xxh3_128 of everything that determines the ids.
 
     Raises:
         FormatError: the tokenizers library cannot load it.
@@ -56,7 +57,7 @@ class JsonModel:
         before = _added_tokens(self._tokenizer)
         self._tokenizer.add_tokens([tokenizers.AddedToken(one.text, **one.flags) for one in files.additions])
         self.added = _added_tokens(self._tokenizer)
-        # The steps are as the library writes them; the vocabulary, which takes it long to write, is as the file has it.
+        # The steps are in the library's form. The vocabulary, which it writes slowly, is as in the file.
         steps = {
             key: None if step is None else orjson.loads(step.__getstate__())
             for key in ("normalizer", "pre_tokenizer")
@@ -71,11 +72,11 @@ class JsonModel:
         self._added_ids = {token.number for token in self.added if token.text not in ("", unknown)}
 
         self.named: dict[str, str] = {}
-        vocabulary = spec["model"]["vocab"]  # an object, but in Unigram models a list
+        vocabulary = spec["model"]["vocab"]  # an object, or a list for Unigram models
         own = vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
         self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
         self.spellings = _byte_level_spellings(own, self.added, steps["pre_tokenizer"])
-        # The fingerprint is of the parts that decide ids, whatever their order or white space in the file.
+        # The fingerprint covers the parts that determine ids, independent of their order or white space in the file.
         decisive = ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
         changed = [] if self.added == before else [*map(list, self.added)]
         options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
@@ -88,7 +89,7 @@ class JsonModel:
         """Token ids of the passages.
 
         Raises:
-            ValueError: a passage that cannot be tokenised.
+            ValueError: a passage cannot be tokenised.
         """
         plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._puts_space)]
         texts = [passages[i].text for i in plain]
@@ -99,10 +100,10 @@ class JsonModel:
         return [plain_ids[i] if i in plain_ids else self.locate(p)[0] for i, p in enumerate(passages)]
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Ids, and the characters ``[begin, end)`` of the passage that each stands for: int64 [tokens, 2].
+        """Return ids, and the characters ``[begin, end)`` of the passage for each: int64 [tokens, 2].
 
         Raises:
-            ValueError: a passage that cannot be tokenised.
+            ValueError: a passage cannot be tokenised.
         """
         middle = passage.middle and self._puts_space
         if not passage.literals:
@@ -124,11 +125,11 @@ class JsonModel:
 
     @cached_property
     def _control(self) -> AddedTokens:
-        """Made when first needed: few corpora spell control tokens, and thousands of them take half a second."""
+        """Created on first use: few corpora spell control tokens, and thousands of them take half a second."""
         return AddedTokens(self.added)
 
     def _variant(self, spaces: Spaces, *, plain: bool) -> tokenizers.Tokenizer:
-        """The same tokenizer for a stretch of text; ``plain`` without added tokens. Made when it is first needed."""
+        """Return the same tokenizer for a stretch of text, created on first use; ``plain`` without added tokens."""
         steps = {step: self._spec[step] for step in ("normalizer", "pre_tokenizer")}
         if spaces != "whole":
             steps = {name: _without_prefix(step, later=spaces == "later") for name, step in steps.items()}
@@ -139,12 +140,12 @@ class JsonModel:
         return self._variants[key]
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
+        """Return the id of a token by its name in the vocabulary."""
         index = self._tokenizer.token_to_id(text)
         return None if index is None else int(index)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text that ids stand for; see ``Tokenizer.decode``."""
+        """Return the text of ids. See ``Tokenizer.decode``."""
         if self.spellings is not None:
             return self.spellings.spell(ids).decode("utf-8", "replace")
 
@@ -161,9 +162,10 @@ class JsonModel:
 def _byte_level_spellings(
     vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
 ) -> TokenSpellings | None:
-    """The spellings of a byte-level tokenizer's tokens; None for other tokenizers.
+    """Return the spellings of a byte-level tokenizer's tokens; None for other tokenizers.
 
-    Byte-level is one with such a pre-tokenizer. Whether the tokens of a text spell it is checked for each text.
+    A tokenizer is byte-level if it has such a pre-tokenizer. Whether the tokens of a text spell it is checked for each
+    text.
     """
     if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
         return None
@@ -178,9 +180,9 @@ def _byte_level_spellings(
 
 
 def _without_prefix(step: dict[str, Any] | None, *, later: bool = False) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer, changed to put no space before a text; None if nothing is left of it.
+    """Return a normalizer or pre-tokenizer that puts no space before a text; None if nothing of it is left.
 
-    With ``later`` it loses only the spaces that the library puts before the first stretch of a text alone.
+    With ``later``, remove only the spaces that the library puts before the first stretch of a text.
     """
     kind = None if step is None else step["type"]
     if step is None or (kind == "Prepend" and not later):

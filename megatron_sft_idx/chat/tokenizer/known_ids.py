@@ -1,4 +1,4 @@
-"""Where gigatoken is known to give the ids of tokenizers: which kinds of tokenizers, and which characters."""
+"""The tokenizers and characters for which gigatoken is known to give the ids of tokenizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-# Split patterns of the byte-level tokenizers in use, by the family that brought them.
+# Split patterns of common byte-level tokenizers, by the family that introduced them.
 KNOWN_SPLITS = {
     "llama3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -27,12 +27,12 @@ KNOWN_SPLITS = {
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
-# The time to load gigatoken grows with the square of the longest added token: half a minute at 30,000 characters.
+# The time to load gigatoken is quadratic in the longest added token: half a minute at 30,000 characters.
 LONGEST_ADDED_NBYTES = 512
 
-# The code points that Unicode 13.0 of 2020 assigns; the tables of every library in use are newer. As 32-bit numbers:
-# how many code points are unassigned, how many after these are assigned, and so on. Python's own table will not do: it
-# is another one in each release of Python, and may be newer than those of a library.
+# The code points assigned in Unicode 13.0 of 2020; the tables of all libraries in use are newer. As 32-bit numbers: how
+# many code points are unassigned, how many after these are assigned, and so on. Python's own table is not suitable: it
+# differs between Python releases, and may be newer than those of a library.
 ASSIGNED = (
     b"c-oy<OOI4V6uxy|ef#!vMwnr`XSzo+%;-G8VHjX!)SjS#fe<42AQHj?B+;NIvXE$uVdFwbOf=DGbY)l?-6$r85aZ()NZiQ6H49g2T%c9fcj%9k+oC"
     b"Qi)wk-@sq^^GqdEwJ;N>U?LOZ8+#CDYIFf`U-zG(bB9eDb!m?P}(up_gh4L*)v#f}N=|AKiH=T6yCw__K+7cn<LH;!+S!|__SV?DlyvGy6hGtkQz!"
@@ -55,7 +55,7 @@ ASSIGNED = (
 
 
 def known_class(spec: dict[str, Any]) -> str | None:
-    """The class of a tokenizer, such as ``llama3+nfc``; None if gigatoken is not known to give the ids of its class."""
+    """Return the class of a tokenizer, such as ``llama3+nfc``; None if gigatoken is not known to give its ids."""
     model, step, added = spec["model"], spec.get("pre_tokenizer"), spec["added_tokens"]
     normalizer, normalized = spec.get("normalizer"), {bool(token.get("normalized")) for token in added}
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -87,6 +87,6 @@ def known_class(spec: dict[str, Any]) -> str | None:
 
 @lru_cache(maxsize=1)
 def settled() -> NDArray[np.bool_]:
-    """For each code point whether Unicode has had it for so long that every library's tables do; bool [0x110000]."""
+    """Return for each code point whether it is old enough for every library's Unicode tables; bool [0x110000]."""
     counts = np.frombuffer(zlib.decompress(b85decode(ASSIGNED)), "<u4")
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts)

@@ -1,4 +1,4 @@
-"""A tokenizer that a program has loaded with transformers: the folder it came from, if it is still what that holds.
+"""A tokenizer that a program loaded with transformers: find its folder, and check that it is unchanged.
 
 Nothing here imports transformers: the object's own class loads the folder again, and both are compared.
 """
@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from megatron_sft_idx.errors import FormatError
 
-# What a call such as tokenizer(texts, truncation=True) leaves in the state. We neither cut nor pad.
+# State that a call such as tokenizer(texts, truncation=True) leaves. This package neither truncates nor pads.
 _OF_CALLS = ("truncation", "padding")
 _REMEDY = "call its save_pretrained(FOLDER), and pass that folder"
-# The methods by which a program gets the ids of a chat. Ours are made of the folder's files, so none of them is called.
+# The methods with which a program gets the ids of a chat. This package uses the folder's files and calls none of them.
 _OF_IDS = (
     *("__call__", "_batch_encode_plus", "_encode_plus", "_tokenize", "apply_chat_template", "batch_encode_plus"),
     *("build_inputs_with_special_tokens", "convert_tokens_to_ids", "encode", "encode_plus", "get_chat_template"),
@@ -24,7 +24,7 @@ _OF_IDS = (
 
 @runtime_checkable
 class LoadedTokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """The interface of a transformers tokenizer that is used here."""
 
     name_or_path: str
 
@@ -33,15 +33,15 @@ class LoadedTokenizer(Protocol):
 
 
 def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
-    """The folder that a loaded tokenizer came from.
+    """Return the folder from which a tokenizer was loaded.
 
     Args:
-        tokenizer: of transformers, loaded from a local folder, or by a name of the Hugging Face hub into its cache.
+        tokenizer: a tokenizer of transformers, loaded from a local folder, or by a name of the Hugging Face hub into
+            its cache.
 
     Raises:
-        FormatError: there is no such folder; the tokenizer splits special tokens, or a method that gives ids is not
-            that of transformers; or it was changed after it was loaded: its backend, special tokens or chat template
-            are not what the folder holds.
+        FormatError: there is no such folder; the tokenizer splits special tokens, or a method that returns ids was
+            overridden; or its backend, special tokens or chat template differ from those in the folder.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
@@ -65,7 +65,7 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
     try:
         again = type(tokenizer).from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
         now, then = _state(tokenizer), _state(again)
-    except Exception as error:  # whatever the class raises: it cannot be compared
+    except Exception as error:  # any error of the class: it cannot be compared
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise FormatError(
             f"tokenizer: a {type(tokenizer).__name__} that cannot be compared with {folder} ({reason}); {_REMEDY}"
@@ -79,7 +79,7 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
 
 
 def _state(tokenizer: Any) -> dict[str, Any]:
-    """What decides over ids and templates, by the name that messages give it."""
+    """Return what determines ids and templates, by the name used in messages."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     ids = {name: value for name in special if (value := getattr(tokenizer, f"{name}_id", None)) is not None}
@@ -91,7 +91,7 @@ def _state(tokenizer: Any) -> dict[str, Any]:
 
 
 def _is_foreign(tokenizer: Any, name: str) -> bool:
-    """Whether a method of a tokenizer was overridden outside transformers: in a class, or on the object alone."""
+    """Return whether a method was overridden outside transformers, in a class or only on the object."""
     if name in vars(tokenizer):
         return True
     owner = next((each for each in type(tokenizer).__mro__ if name in vars(each)), None)
@@ -100,10 +100,10 @@ def _is_foreign(tokenizer: Any, name: str) -> bool:
 
 
 def _cached(name: str) -> str | None:
-    """The folder in the cache of the Hugging Face hub that holds a tokenizer; None where there is none. Offline."""
+    """Return the folder of a tokenizer in the cache of the Hugging Face hub, or None. Offline."""
     try:
         from huggingface_hub import snapshot_download
 
         return str(snapshot_download(name, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # no such library, name, or files in the cache
+    except (ImportError, OSError, ValueError):  # the library, the name or the files do not exist
         return None

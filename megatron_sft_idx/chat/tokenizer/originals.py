@@ -1,9 +1,9 @@
-"""Tokenizers without a tokenizer.json: SentencePiece models, tiktoken's ranks, and Mistral's tekken.json.
+"""Tokenizers without a tokenizer.json: SentencePiece models, tiktoken ranks, and Mistral's tekken.json.
 
-Nothing is converted to a tokenizer.json, since a converter can change ids unseen. The library that such a file was made
-for tokenises here too, so that its ids are right by definition. What a file does not say is taken from
-``tokenizer_config.json``, or known by the name of the tokenizer; code that came with a tokenizer is never run. The
-control tokens that a template writes are found first, and the text between them is tokenised stretch by stretch.
+Nothing is converted to a tokenizer.json, because a converter can change ids unnoticed. The library for which a file was
+made also tokenises here, so its ids are right by definition. Missing information is taken from
+``tokenizer_config.json``, or known from the name of the tokenizer. Code that came with a tokenizer is never run. The
+control tokens written by a template are found first, and the stretches of text between them are tokenised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_sft_idx.errors import FormatError
 
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
 # control tokens gets the space that such models put before a text (True), or only the first stretch of the text.
-# ``legacy`` in tokenizer_config.json has the last word. Other classes renumber the pieces, or do more in code.
+# ``legacy`` in tokenizer_config.json overrides this. Other classes renumber the pieces, or do more in code.
 SPACE_BEFORE_EVERY_STRETCH = {
     "LlamaTokenizer": False,
     "CodeLlamaTokenizer": False,
@@ -36,8 +36,8 @@ SPACE_BEFORE_EVERY_STRETCH = {
     "T5Tokenizer": True,
 }
 
-# Moonshot's Kimi and Moonlight come as a file of ranks and a class TikTokenTokenizer. The class splits text like this,
-# keeps 256 ids for control tokens, and cuts long texts and long runs of white space or of anything else.
+# Moonshot's Kimi and Moonlight have a file of ranks and a class TikTokenTokenizer. The class splits text like this,
+# reserves 256 ids for control tokens, and divides long texts and long runs of white space or of anything else.
 KIMI_CODE = ("tokenization_kimi", "tokenization_moonshot")
 KIMI_SPLIT = (
     r"[\p{Han}]+",
@@ -53,7 +53,7 @@ KIMI_SPLIT = (
 )
 KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN = 256, 400_000, 25_000
 
-# The first control tokens of a tekken.json that does not list them; those behind are called <SPECIAL_20> and so on.
+# The first control tokens of a tekken.json that does not list them; later ones are named <SPECIAL_20> and so on.
 TEKKEN_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -64,10 +64,10 @@ TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
 
 
 class SentencePieceModel:
-    """A SentencePiece model, tokenised by the sentencepiece library; has the methods and attributes of ``JsonModel``.
+    """A SentencePiece model, tokenised by the sentencepiece library, with the methods and attributes of ``JsonModel``.
 
     Raises:
-        FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
+        FormatError: the library is missing, the file is damaged, or the folder requires more than the model does.
     """
 
     name = "sentencepiece"
@@ -86,7 +86,7 @@ class SentencePieceModel:
             raise FormatError(f"{files.file}: sentencepiece cannot load it: {error}; download it again") from error
         if not hasattr(whole, "encode_as_offset_mapping"):
             raise FormatError(f"{files.file}: needs sentencepiece 0.2.2 or later: pip install -U sentencepiece")
-        # In protocol buffers the last of repeated parts counts: this one says that add_dummy_prefix is false.
+        # In protocol buffers, the last of repeated parts counts: this one sets add_dummy_prefix to false.
         self._spaceless = library.SentencePieceProcessor(model_proto=files.content + b"\x1a\x02\x18\x00")
         self._spaces_every_stretch = bool(settings.get("legacy", SPACE_BEFORE_EVERY_STRETCH.get(name, False)))
         if settings.get("add_prefix_space") is False:
@@ -106,7 +106,7 @@ class SentencePieceModel:
             if 0 <= (index := getattr(whole, f"{role}_id")()) < len(pieces)
         }
         self._control = AddedTokens(self.added)
-        # The ids that text of the data must not become. The unknown token may: any unknown character becomes it.
+        # Ids that text of the data must not become. The unknown token is allowed: any unknown character becomes it.
         self._forbidden_in_data = {token.number for token in self.added} - {whole.unk_id()}
         # Pieces that are bytes are named <0x41>.
         spelled = {token.number: token.text.replace("\u2581", " ").encode() for token in self.added}
@@ -128,14 +128,14 @@ class SentencePieceModel:
         def encode_text(text: str, start: int) -> Located:
             spaced = self._spaces_every_stretch if start else not passage.middle
             found = (self._spacing if spaced else self._spaceless).encode_as_offset_mapping(text)
-            # The model itself finds user-defined pieces in any text, so control tokens among them cannot be kept out.
+            # The model itself finds user-defined pieces in any text, so control tokens among them cannot be prevented.
             if passage.literals and not self._forbidden_in_data.isdisjoint(found["ids"]):
                 raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
             return found["ids"], found["offsets"]
 
         ids, edges = self._control.encode(passage, encode_text)
-        # If several pieces spell one character, the library says that only the last holds it: here all of them do. The
-        # space that the model put before a text holds no character of the text, and is given those of the next piece.
+        # If several pieces spell one character, the library assigns it only to the last one; here all of them have it.
+        # The space that the model put before a text has no character of the text, and gets those of the next piece.
         for i in range(len(ids) - 2, -1, -1):
             begin, end = edges[i]
             if begin == end == edges[i + 1][0]:
@@ -147,16 +147,16 @@ class SentencePieceModel:
         return self._ids.get(text)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """See ``JsonModel.decode``; the space that the model put before a text is left out."""
+        """See ``JsonModel.decode``. The space that the model put before a text is removed."""
         text = self._spelled.spell(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
 
 class RankModel:
-    """A file of ranks or a tekken.json, tokenised by tiktoken; has the methods and attributes of ``JsonModel``.
+    """A file of ranks or a tekken.json, tokenised by tiktoken, with the methods and attributes of ``JsonModel``.
 
     Raises:
-        FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
+        FormatError: the library is missing, the file is damaged, or the way the tokenizer splits text is unknown.
     """
 
     name = "tiktoken"
@@ -231,7 +231,7 @@ class RankModel:
 
 
 def mistral_template(file: Path) -> str | None:
-    """The chat template that mistral-common generates for a file of Mistral's; None if it is not there, or makes none.
+    """Return the chat template that mistral-common generates for a file of Mistral; None if it cannot.
 
     It depends on the version of the file, which is in the file (``tekken.json``) or its name (``tokenizer.model.v3``).
     """
@@ -256,7 +256,7 @@ def _library(name: str, file: Path) -> Any:
 def _added(
     files: TokenizerFiles, own: Sequence[AddedToken], pieces: Mapping[str, int], next_index: int
 ) -> list[AddedToken]:
-    """The control tokens of the vocabulary, and those that other files of the folder add or name; in order of ids."""
+    """Return the control tokens of the vocabulary, and those that other files add or name; in order of ids."""
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
     for number, text, flags in files.additions:
@@ -281,7 +281,7 @@ def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[
 
 
 def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
-    """The ranks of a file whose lines each hold a token in base64 and its rank."""
+    """Read the ranks from a file whose lines have a token in base64 and its rank."""
     line = rb"([A-Za-z0-9+/]+=*) (\d+)\r?"
     pairs = re.findall(rb"(?m)^" + line + rb"$", files.content)
     lines = files.content.splitlines()
@@ -305,10 +305,10 @@ def _checked_ranks(files: TokenizerFiles, ranks: dict[bytes, int], count: int) -
 
 
 def _split_of(files: TokenizerFiles) -> tuple[str, int]:
-    """How text is split, which a file of ranks does not say, and how many ids are reserved behind the ranks.
+    """Return how text is split, which is not in a file of ranks, and how many ids are reserved after the ranks.
 
     Returns:
-        The pattern, and the least number of ids behind the ranks that are control tokens.
+        The pattern, and the minimum number of ids after the ranks that are control tokens.
     """
     pattern = files.settings.get("pat_str")
     if isinstance(pattern, str):
@@ -319,7 +319,7 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
     module = str(code).split("--")[-1].split(".")[0] if code else KIMI_CODE[0]
     name = files.settings.get("tokenizer_class")
     if name == "TikTokenTokenizer" and module in KIMI_CODE:
-        # The code, where it came along, must still hold what is known of it; it is read, and never run.
+        # The code, if present, must match the known version. It is read, and never run.
         file = files.path / f"{module}.py"
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
         numbers = map(str, (KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN))
@@ -336,7 +336,7 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
 
 
 def _kimi_cuts(text: str) -> list[int]:
-    """Where Kimi's tokenizer cuts long texts, and long runs of white space or of anything else, before it splits."""
+    """Return where Kimi's tokenizer divides long texts, and long runs of white space or others, before it splits."""
     cuts = []
     for start in range(0, len(text), KIMI_LONGEST_TEXT):
         stop = min(start + KIMI_LONGEST_TEXT, len(text))
@@ -348,7 +348,7 @@ def _kimi_cuts(text: str) -> list[int]:
 
 
 def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, list[AddedToken]]:
-    """The ranks, the pattern that splits text, the number of control tokens, which have the first ids, and these."""
+    """Return ranks, split pattern, number of control tokens (which have the first ids), and the control tokens."""
     try:
         config = files.spec["config"]
         pattern, size, count = config["pattern"], config["default_vocab_size"], config["default_num_special_tokens"]

@@ -1,6 +1,6 @@
-"""Passages, which are what is tokenised, and the added tokens in them.
+"""Passages, the unit of tokenization, and the added tokens in them.
 
-A control token is a token only where the template wrote it: ``AddedTokens`` keeps one that the data spells plain text.
+A control token is a token only if the template wrote it: ``AddedTokens`` keeps one spelled by the data as plain text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Passage(NamedTuple):
     Attributes:
         text: a whole text, or a stretch of one.
         literals: character ranges in which control tokens are plain text; ascending ``(start, stop)``.
-        middle: whether it runs on from other text, so that a tokenizer that puts a space before each text must put
-            none here.
+        middle: whether it continues other text, so that a tokenizer that puts a space before each text must not put one
+            here.
     """
 
     text: str
@@ -27,20 +27,20 @@ class Passage(NamedTuple):
     middle: bool = False
 
     def stretch(self, start: int, stop: int, *, middle: bool) -> Passage:
-        """The characters ``[start, stop)`` of the passage, with the parts of its literals that lie there."""
+        """Return the characters ``[start, stop)`` of the passage, with the corresponding parts of its literals."""
         inside = [(max(a, start) - start, min(b, stop) - start) for a, b in self.literals if a < stop and b > start]
         return Passage(self.text[start:stop], inside, middle)
 
 
-# The ids of a text, and for each id the characters ``(begin, end)`` that it holds.
+# The ids of a text, and for each id its characters ``(begin, end)``.
 Located = tuple[Sequence[int], Sequence[tuple[int, int]]]
 
 
 class AddedTokens:
-    """Finds the added tokens in texts: the longest of those at one place, and none with ``single_word`` inside a word.
+    """Finds the added tokens in texts: the longest at each position, and none with ``single_word`` inside a word.
 
     Args:
-        added: the added tokens; of their flags ``lstrip``, ``rstrip`` and ``single_word`` count.
+        added: the added tokens. Their flags ``lstrip``, ``rstrip`` and ``single_word`` are used.
     """
 
     def __init__(self, added: Sequence[AddedToken]) -> None:
@@ -53,14 +53,14 @@ class AddedTokens:
         self._pattern = re.compile("|".join(parts) or r"(?!)")
 
     def encode(self, passage: Passage, encode_text: Callable[[str, int], Located]) -> tuple[list[int], list[Any]]:
-        """Tokenises a passage: added tokens outside its literals become their ids, ``encode_text`` does the rest.
+        """Tokenise a passage: added tokens outside its literals become their ids, ``encode_text`` does the rest.
 
         Args:
-            passage: what to tokenise.
-            encode_text: tokenises the text between two added tokens, never empty, given where in the passage it begins.
+            passage: the passage.
+            encode_text: tokenises nonempty text between two added tokens, given its position in the passage.
 
         Returns:
-            The ids, and the characters ``(begin, end)`` of the passage that each holds, if ``encode_text`` gives them.
+            The ids, and the characters ``(begin, end)`` of the passage for each, if ``encode_text`` returns them.
         """
         ids: list[int] = []
         edges: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ class AddedTokens:
         return ids, edges
 
     def _stretches(self, passage: Passage) -> Iterator[tuple[int, int, int | None]]:
-        """The passage cut at added tokens: ``(start, stop)``, and the id of an added token or None for other text."""
+        """Divide the passage at added tokens: yields ``(start, stop)``, and the id of an added token or None."""
         text = passage.text
         given = begin = 0
         for literal_start, literal_stop in [*passage.literals, (len(text), len(text))]:

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, and the masks of texts that their tokens spell byte for byte."""
+"""The bytes of tokens, and the masks of texts that their tokens spell byte for byte."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron_sft_idx.chat.types import Span
 
 
 def unknown_id(index: int) -> str:
-    """What stands for an id that is no token where ids are shown as text: its number in angle brackets."""
+    """Return the text shown for an id that is not a token: its number in angle brackets."""
     return f"\u27e8{index}\u27e9"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level tokenizers use for the 256 bytes, as GPT-2 chose them."""
+    """Return the printable substitutes that byte-level tokenizers use for the 256 bytes, as chosen by GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 class TokenSpellings:
-    """The bytes that each token of a tokenizer stands for, and the masks that follow from that.
+    """The bytes of each token of a tokenizer, and the masks that follow from them.
 
     Args:
-        spellings: bytes by id; an id that is not in it spells nothing.
+        spellings: bytes by id; a missing id spells nothing.
 
     Attributes:
-        nbytes: how many bytes each id stands for, int64.
+        nbytes: number of bytes of each id, int64.
     """
 
     def __init__(self, spellings: Mapping[int, bytes]) -> None:
@@ -40,15 +40,15 @@ class TokenSpellings:
         self.nbytes = np.diff(self._offsets)
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-        """The bytes that the tokens stand for, end to end; an id without bytes is shown as ``unknown_id`` shows it."""
-        valid, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
+        """Return the concatenated bytes of the tokens; an id without bytes is shown like in ``unknown_id``."""
+        valid, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview returns plain ints quickly
         return b"".join(
             (i in valid and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
             for i in np.asarray(ids, np.int64).tolist()
         )
 
     def edges(self, ids: NDArray[np.uint32], utf8: bytes) -> NDArray[np.int64]:
-        """The characters ``[begin, end)`` that each token holds of the text that all of them spell; [tokens, 2]."""
+        """Return the characters ``[begin, end)`` of each token in the text that all of them spell; [tokens, 2]."""
         number = np.cumsum((np.frombuffer(utf8, np.uint8) & 0xC0) != 0x80)  # of each byte's character, from 1
         ends = np.cumsum(self.nbytes[ids])
         return np.stack([number[ends - self.nbytes[ids]] - 1, number[ends - 1]], axis=1)
@@ -56,7 +56,7 @@ class TokenSpellings:
     def weights(
         self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]]
     ) -> tuple[list[NDArray[np.float32]], list[int], list[bool]]:
-        """The loss weights of the tokens of several texts.
+        """Return the loss weights of the tokens of several texts.
 
         Args:
             ids: the ids of each text.
@@ -64,9 +64,9 @@ class TokenSpellings:
             spans: the spans of each text.
 
         Returns:
-            Three lists with one item a text: the weights of its tokens, float32; how many of its spans begin within a
-            token; and whether its tokens spell it byte for byte, which is checked here. Where they do not, the caller
-            must not use the weights.
+            Three lists with one item per text: the weights of its tokens, float32; the number of its spans that begin
+                inside a token; and whether its tokens spell it byte for byte, which is checked here. If they do not,
+                the caller must not use the weights.
 
         Raises:
             ValueError: spans descend, overlap or end past their text.
@@ -89,5 +89,5 @@ class TokenSpellings:
 
 
 def _offsets_of(rows: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where each row begins when all rows stand end to end, and where the last one ends."""
+    """Return the start of each row when all rows are concatenated, and the end of the last one."""
     return np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)

@@ -1,8 +1,9 @@
-"""Text with spans to token ids with exact loss masks, by the tokenizer of a local folder or file.
+"""Convert text with spans to token ids with exact loss masks, using the tokenizer of a local folder or file.
 
-A mask that is off by one token would be trained on and never seen. So ``Tokenizer.encode`` tokenises every text as one
-string, as the model will see it, and then finds the tokens that hold the characters of each span. ``tokenizer_files``
-reads files, and one of three models (``JsonModel``, ``SentencePieceModel``, ``RankModel``) gives ids.
+A mask that is off by one token would be trained on unnoticed. So ``Tokenizer.encode`` tokenises every text as one
+string, as the model will see it, and then finds the tokens that contain the characters of each span.
+``tokenizer_files`` reads files, and one of three models (``JsonModel``, ``SentencePieceModel``, ``RankModel``) returns
+ids.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 
 
 def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
-    """Loads a tokenizer from a local folder in Hugging Face's layout, or from the file with its vocabulary alone.
+    """Load a tokenizer from a local folder in Hugging Face's layout, or only from its vocabulary file.
 
-    Such a file is a ``tokenizer.json``, a SentencePiece model, a file of tiktoken's ranks or a ``tekken.json``.
+    Such a file is a ``tokenizer.json``, a SentencePiece model, a file of tiktoken ranks or a ``tekken.json``.
 
     Args:
-        path: the folder or file; nothing is ever downloaded, and no code that came with it is run.
-        backend: what reads a ``tokenizer.json``. ``auto`` takes gigatoken where it is installed and known to give the
-            same ids, tokenizers otherwise.
+        path: the folder or file; nothing is ever downloaded, and no code in it is run.
+        backend: the library for a ``tokenizer.json``. ``auto`` uses gigatoken if it is installed and known to give the
+            same ids, otherwise tokenizers.
 
     Raises:
-        FormatError: what is missing or broken, and what to do about it.
+        FormatError: something is missing or broken; the message has a remedy.
     """
     return Tokenizer(read_tokenizer_files(path), backend)
 
 
 class Tokenizer:
-    """A loaded tokenizer. Pickling it keeps only path and options, by which unpickling loads it again.
+    """A loaded tokenizer. Its pickle has only path and options; unpickling loads it again.
 
     Attributes:
-        path: the folder or file that it was loaded from.
+        path: the folder or file from which it was loaded.
         backend: the library that tokenises: ``gigatoken``, ``tokenizers``, ``sentencepiece`` or ``tiktoken``.
-        vocab_size: the largest id + 1, added tokens included.
-        special_tokens: template variables (``bos_token``, ``eos_token`` ...) as transformers passes them.
-        control_tokens: texts of the added tokens that are special, in order of their ids.
-        eos_id: id of ``eos_token``, None where the tokenizer names none.
-        pad_id: id of ``pad_token``, None where the tokenizer names none.
+        vocab_size: the largest id + 1, including added tokens.
+        special_tokens: template variables (``bos_token``, ``eos_token`` ...) as in transformers.
+        control_tokens: texts of the special added tokens, in order of their ids.
+        eos_id: id of ``eos_token``; None if the tokenizer has none.
+        pad_id: id of ``pad_token``; None if the tokenizer has none.
         chat_templates: the templates that came with it, by name.
-        chat_template: the default template, or the only one; None where there is none, or several without a default.
-        fingerprint: xxh3_128 of what decides the ids, the same for a folder and its tokenizer.json unless the
-            folder's other files change the added tokens.
+        chat_template: the default template, or the only one; None if there is none, or several without a default.
+        fingerprint: xxh3_128 of everything that determines the ids; the same for a folder and its tokenizer.json unless
+            the folder's other files change the added tokens.
     """
 
     def __init__(self, files: TokenizerFiles, backend: Backend) -> None:
@@ -72,7 +73,7 @@ class Tokenizer:
         self.backend = model.name
         self.vocab_size = model.size
         self.fingerprint = model.fingerprint
-        # The folder's settings override what the vocabulary names, even by saying null, that there is no such token.
+        # The folder's settings override the vocabulary's names. A null there means that the token does not exist.
         named = {name: text for name, text in model.named.items() if name not in files.settings}
         self.special_tokens = named | files.special_tokens
         self.control_tokens = [token.text for token in model.added if token.special]
@@ -87,9 +88,9 @@ class Tokenizer:
 
     @property
     def generated_template(self) -> str | None:
-        """The chat template that mistral-common makes for a file of Mistral's that came without one.
+        """The chat template that mistral-common generates for a file of Mistral without a template.
 
-        Making it takes seconds. None for all other tokenizers, and where mistral-common makes none.
+        Generating it takes seconds. None for all other tokenizers, and if mistral-common cannot generate one.
         """
         return None if self.chat_templates else mistral_template(self._file)
 
@@ -100,22 +101,21 @@ class Tokenizer:
         span_by_span: bool = False,
         straddling: bool = True,
     ) -> list[Encoded]:
-        """Tokenises texts and weighs their tokens by the spans; no special tokens are added.
+        """Tokenise texts, and set the weights of their tokens from the spans; no special tokens are added.
 
-        A token is trained on where it holds a part of a character of a span, as in transformers from 5.24 on.
-        ``notes`` of each result gains three counts:
-        ``straddling``, the spans whose first token begins before them; ``straddling_header``, the spans whose first
-        token holds more than white space of the text before them; and ``literals``, the control tokens in the data
-        that were kept as text.
+        A token is trained if it contains part of a character of a span, as in transformers from 5.24 on. ``notes`` of
+        each result gets three counts: ``straddling``, the spans whose first token begins before them;
+        ``straddling_header``, the spans whose first token contains more than white space of the text before them; and
+        ``literals``, the control tokens in the data that were kept as text.
 
         Args:
-            rendered: any number of texts; a hundred or so at once is quicker than one by one.
-            span_by_span: tokenise the text between the edges of the spans piece by piece, so that no token
-                straddles an edge. The ids may then differ from those of the whole text.
-            straddling: whether a token that begins before its span is trained on, as it is by transformers.
+            rendered: any number of texts; about a hundred at once is faster than one by one.
+            span_by_span: tokenise the text between the edges of the spans separately, so that no token straddles an
+                edge. The ids may then differ from those of the whole text.
+            straddling: whether a token that begins before its span is trained on, as in transformers.
 
         Raises:
-            SequenceError: a text that cannot be tokenised; ``position`` is its place in ``rendered``.
+            SequenceError: a text cannot be tokenised; ``position`` is its index in ``rendered``.
             ValueError: spans descend, overlap or end past their text.
         """
         utf8 = [_utf8(i, row.text) for i, row in enumerate(rendered)]
@@ -131,7 +131,7 @@ class Tokenizer:
                 edges = spellings.edges(ids[i], utf8[i]) if crossed[i] else None
                 crossings = [] if edges is None else weigh_held(edges, rendered[i])[1]
                 result[i] = as_encoded(rendered[i], ids[i], weights[i], crossings, straddling)
-        # Texts that their tokens do not spell go by the library's offsets, which serve every tokenizer and every text.
+        # Texts that their tokens do not spell use the library's offsets, which work for every tokenizer and every text.
         for i in [i for i in range(len(rendered)) if i not in result]:
             row = rendered[i]
             try:
@@ -143,7 +143,7 @@ class Tokenizer:
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
-        """The ids and weights of a row that came tokenised, its ids checked against the vocabulary.
+        """Return the ids and weights of a tokenised row, with its ids checked against the vocabulary.
 
         Raises:
             ValueError: an id is outside the vocabulary.
@@ -159,19 +159,19 @@ class Tokenizer:
         return Encoded(ids.astype(np.int32), row.loss_mask.astype(np.float32))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text that ids stand for, control tokens included, for people to read.
+        """Return the text of ids for people, including control tokens.
 
-        Byte-level tokenizers give the exact text; half a character shows as U+FFFD, an id that is no token as its
-        number in angle brackets.
+        Byte-level tokenizers give the exact text. An incomplete character is shown as U+FFFD, an id that is not a token
+        as its number in angle brackets.
         """
         return self._model.decode(ids)
 
     def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
-        """Ids of passages. ``rows`` says which rendered row each passage is of, for the error about it."""
+        """Return ids of passages. ``rows`` has the rendered row of each passage, for errors about it."""
         try:
             return self._model.ids(passages)
         except FormatError:
-            raise  # it is the tokenizer's fault, and no row's
+            raise  # an error of the tokenizer, not of a row
         except ValueError as error:
             for row, passage in zip(rows, passages, strict=True):
                 try:
@@ -181,13 +181,13 @@ class Tokenizer:
             raise AssertionError("passages that can be tokenised one by one") from error
 
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Tokenises span by span: each piece of text is wholly trained on, or not at all.
+        """Tokenise span by span: each piece of text is completely trained or not at all.
 
-        A tokenizer that puts a space before a text does so behind a control token, as it always does there, and before
-        no other piece but the first.
+        A tokenizer that puts a space before texts does so after a control token, as always, and before no other piece
+        except the first.
         """
         passages: list[Passage] = []
-        origins: list[tuple[int, float]] = []  # of each passage: its row and weight
+        origins: list[tuple[int, float]] = []  # row and weight of each passage
         for index, row in enumerate(rendered):
             whole = Passage(row.text, row.literals)
             weights = [0.0, *(weight for span in row.spans for weight in (span.weight, 0.0))]

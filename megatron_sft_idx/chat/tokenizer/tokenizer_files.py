@@ -1,10 +1,10 @@
-"""What the files of one tokenizer say, read from a local folder or file and held against each other.
+"""The files of a tokenizer, read from a local folder or file and checked against each other.
 
-A folder in Hugging Face's layout holds ``tokenizer.json`` (the tokenizer itself), ``tokenizer_config.json`` (which
-tokens play which part, tokens added later, perhaps the chat template), in older ones ``special_tokens_map.json`` and
-``added_tokens.json``, and the chat template in a file of its own. How they override each other follows transformers 5,
-so that both see the same vocabulary. Where there is no ``tokenizer.json``, the vocabulary is a SentencePiece model,
-ranks of tiktoken's, or Mistral's ``tekken.json``. Nothing is downloaded, and no code that came with a tokenizer is run.
+A folder in Hugging Face's layout has ``tokenizer.json`` (the tokenizer itself), ``tokenizer_config.json`` (special
+tokens, tokens added later, perhaps the chat template), in older folders ``special_tokens_map.json`` and
+``added_tokens.json``, and possibly the chat template in a separate file. They override each other as in transformers 5,
+so that both have the same vocabulary. Without a ``tokenizer.json``, the vocabulary is a SentencePiece model, tiktoken
+ranks, or Mistral's ``tekken.json``. Nothing is downloaded, and no code that came with a tokenizer is run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class AddedToken(NamedTuple):
     """A token outside the model's own vocabulary; its text becomes its id wherever a chat template writes it.
 
     Attributes:
-        number: its id; -1 where the files give none.
+        number: its id; -1 if the files do not have it.
         text: its content.
-        flags: the flags of ``tokenizers.AddedToken`` that the files give, such as ``special``.
+        flags: the flags of ``tokenizers.AddedToken`` in the files, such as ``special``.
     """
 
     number: int
@@ -48,16 +48,16 @@ class TokenizerFiles:
     """The parsed files of one tokenizer.
 
     Attributes:
-        path: the folder or file that the user named.
-        file: the file that holds the vocabulary.
+        path: the folder or file given by the user.
+        file: the file with the vocabulary.
         kind: the kind of that file; ``ranks`` are tiktoken's.
-        spec: the content of that file where it is JSON, parsed; else empty.
-        content: the bytes of that file where it is not JSON; else empty.
-        settings: the content of ``tokenizer_config.json``, with what other files override in it.
-        special_tokens: template variables such as ``eos_token``, as transformers passes them.
-        additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
-            which transformers adds them.
-        templates: chat templates by name; a folder's only template is called ``default``.
+        spec: the parsed content of that file if it is JSON; else empty.
+        content: the bytes of that file if it is not JSON; else empty.
+        settings: the content of ``tokenizer_config.json``, with overrides from other files.
+        special_tokens: template variables such as ``eos_token``, as in transformers.
+        additions: tokens that the other files add to ``spec``, or whose flags they change, in the order of
+            transformers.
+        templates: chat templates by name; a folder's only template is named ``default``.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class TokenizerFiles:
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _UNREADABLE = ("vocab.json", "vocab.txt")
-# The first pattern that matches a file wins; a file that would have to be converted is refused when it is read.
+# The first pattern that matches a file wins. A file that would have to be converted is rejected when it is read.
 _VOCABULARIES = (
     *("tokenizer.json", "tekken*.json", "tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model"),
     *("*.model", "*.model.v*", *_UNREADABLE),
@@ -81,10 +81,10 @@ _VOCABULARIES = (
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Reads a tokenizer's folder or, where a file is named, this vocabulary file and nothing beside it.
+    """Read a tokenizer's folder or, if a file is given, only this vocabulary file.
 
     Raises:
-        FormatError: what is missing or broken, and what to do about it.
+        FormatError: something is missing or broken; the message has a remedy.
     """
     named = Path(path)
     if named.is_dir():
@@ -117,7 +117,7 @@ def _read_folder(folder: Path) -> TokenizerFiles:
     extra = settings.get("extra_special_tokens") or []
     if not isinstance(extra, list):
         raise FormatError(f"{folder}: extra_special_tokens must be a list or an object, found {extra!r:.80}")
-    # In the order in which transformers adds them. A listed token that is also the eos_token, say, is always special.
+    # In the order of transformers. A listed token that is also, for example, the eos_token is always special.
     named = {*special.values()}
     additions = [
         token._replace(flags={**token.flags, "special": True}) if token.text in named else token for token in listed
@@ -144,7 +144,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
+    """Read a JSON object; empty if the file does not exist."""
     return _parse_object(file, _read_bytes(file)) if file.exists() else {}
 
 
@@ -159,14 +159,14 @@ def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_vocabulary(path: Path, file: Path) -> TokenizerFiles:
-    """A vocabulary file alone; its content decides its kind, not its name. ``path`` is what the user named."""
+    """Read only a vocabulary file. Its content determines its kind, not its name. ``path`` is the user's path."""
     if file.name in _UNREADABLE:
         refuse(file, "a tokenizer without tokenizer.json")
     content = _read_bytes(file)
     if file.suffix != ".json" and content[:1] not in (b"{", b"["):
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
             return TokenizerFiles(path, file, "ranks", content=content)
-        # A SentencePiece model begins with its first piece, in protocol buffers' spelling.
+        # A SentencePiece model begins with its first piece, in protocol buffers' encoding.
         if content[:1] == b"\n":
             return TokenizerFiles(path, file, "sentencepiece", content=content)
         raise FormatError(
@@ -213,10 +213,10 @@ def _added_token(file: Path, key: str, value: Any, index: int) -> AddedToken:
 def _merged_settings(
     folder: Path, config: dict[str, Any], spec: dict[str, Any]
 ) -> tuple[dict[str, Any], list[AddedToken]]:
-    """The settings that hold, and the added tokens they name in the order of their ids."""
+    """Return the effective settings, and the added tokens in them in the order of their ids."""
     file, settings = folder / "tokenizer_config.json", dict[str, Any]()
     is_old = "added_tokens_decoder" not in config
-    # In older folders special_tokens_map.json has the last word, and added_tokens.json has the tokens added later.
+    # In older folders, special_tokens_map.json has priority, and added_tokens.json has the tokens added later.
     for source in (config, _read_object(folder / "special_tokens_map.json") if is_old else {}):
         settings.update(source)
         if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
@@ -241,7 +241,7 @@ def _merged_settings(
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The tokens that templates may ask for by name: first ``eos_token`` and the like, then others of the model."""
+    """Return the tokens that templates can use by name: first ``eos_token`` and similar, then others of the model."""
     found = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
     for name, value in settings.items():
         is_token = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
@@ -254,7 +254,7 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name: from .jinja files, else tokenizer_config.json, else chat_template.json, as in transformers."""
+    """Read templates by name: from .jinja files, else tokenizer_config.json, else chat_template.json (transformers)."""
     templates = {file.stem: file for file in sorted((folder / "chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = folder / "chat_template.jinja"
@@ -283,7 +283,7 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
-    """Refuse a tokenizer that transformers can convert, and say how; with ``code``, only by running code beside it.
+    """Reject a tokenizer that transformers can convert, and say how; with ``code``, only by running code with it.
 
     Raises:
         FormatError: always.

@@ -1,7 +1,7 @@
-"""The weights of tokens by the characters that each holds; ``spellings`` has the same rule for bytes.
+"""The weights of tokens, from the characters of each; ``spellings`` has the same rule for bytes.
 
-A token is trained if it holds a part of a character of a span, as in transformers from 5.24 on. Two spans that share a
-token give it the larger of their weights.
+A token is trained if it contains part of a character of a span, as in transformers from 5.24 on. If two spans share a
+token, it gets the larger of their weights.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from megatron_sft_idx.chat.types import Encoded, Rendered
 
 
 class Crossing(NamedTuple):
-    """A token that is trained on and begins before its span."""
+    """A trained token that begins before its span."""
 
     token: int  # its number in the text
-    before: str  # its characters that lie before the span
+    before: str  # its characters before the span
     text: str  # all of its characters
-    begins_in_span: bool  # whether its first character lies in an earlier span that is trained on too
+    begins_in_span: bool  # whether its first character is in an earlier span that is also trained
 
 
 def weigh_held(edges: NDArray[np.int64], row: Rendered) -> tuple[NDArray[np.float32], list[Crossing]]:
-    """The weights of a text's tokens. ``edges`` has the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
+    """Return the weights of a text's tokens. ``edges`` has each token's characters ``[begin, end)``: int64 [tokens, 2].
 
     Returns:
-        The weights, float32 [tokens], and the tokens that begin before the span that they are trained on for.
+        The weights, float32 [tokens], and the tokens that begin before the span for which they are trained.
     """
     span_edges(row)
     weights = np.zeros(len(edges), np.float32)
-    held = np.flatnonzero(edges[:, 0] < edges[:, 1])  # the tokens that hold a character at all
+    held = np.flatnonzero(edges[:, 0] < edges[:, 1])  # tokens with at least one character
     begins, ends = edges[held].T
     crossings = []
     trained_up_to = 0
@@ -40,7 +40,7 @@ def weigh_held(edges: NDArray[np.int64], row: Rendered) -> tuple[NDArray[np.floa
         first = int(np.searchsorted(ends, span.start, "right"))
         last = int(np.searchsorted(begins, span.stop, "left")) - 1
         if first > last or span.start == span.stop:
-            continue  # no token holds a character of it
+            continue  # no token contains a character of it
         begin, end = int(begins[first]), int(ends[first])
         tokens = slice(held[first], held[last] + 1)
         weights[tokens] = np.maximum(weights[tokens], np.float32(span.weight))
@@ -52,7 +52,7 @@ def weigh_held(edges: NDArray[np.int64], row: Rendered) -> tuple[NDArray[np.floa
 
 
 def span_edges(row: Rendered) -> list[int]:
-    """0, where each span begins and ends, and the text's length; ValueError if they are not in ascending order."""
+    """Return 0, start and end of each span, and the text's length. ValueError: they are not in ascending order."""
     edges = [0, *(edge for span in row.spans for edge in (span.start, span.stop)), len(row.text)]
     if edges != sorted(edges):
         text = f"the text of {len(row.text)} characters"
@@ -67,7 +67,7 @@ def as_encoded(
     crossings: Sequence[Crossing],
     straddling: bool,
 ) -> Encoded:
-    """A sequence of these ids and weights; without ``straddling``, tokens that begin before their span get weight 0."""
+    """Return a sequence of these ids and weights; without ``straddling``, tokens that begin before their span get 0."""
     input_ids = ids.view(np.int32)
     if not (crossings or row.literals):
         return Encoded(input_ids, weights, row.notes)

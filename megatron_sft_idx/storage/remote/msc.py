@@ -1,4 +1,4 @@
-"""One profile of NVIDIA's multi-storage-client, which may reach S3, GCS, Azure, OCI or a plain folder."""
+"""One profile of NVIDIA's multi-storage-client, which can use S3, GCS, Azure, OCI or a local folder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _T = TypeVar("_T")
 
 
 class MultiStorage:
-    """The transport of one profile; every method makes one attempt and raises a ``Failure``.
+    """The transport of one profile. Every method makes one attempt and raises a ``Failure``.
 
     Args:
-        profile: its name in the configuration of multi-storage-client.
+        profile: name of the profile in the configuration of multi-storage-client.
 
     Raises:
         FormatError: the library is not installed, or does not know the profile.
     """
 
-    # Reads cannot demand an etag.
+    # Reads cannot require an etag.
     conditional = False
 
     def __init__(self, profile: str) -> None:
@@ -55,20 +55,20 @@ class MultiStorage:
             ) from None
 
     def head(self, key: str) -> ObjectInfo:
-        """What is at a key."""
+        """Return information about the object at a key."""
         answer = _translated(lambda: self._client.info(key, strict=False))
         if answer.type != "file":
             raise NoSuchObject(answer.type)
         return _info(key, answer)
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
-        """Bytes of an object, whatever its etag; there may be fewer than ``nbytes``."""
+        """Read bytes of an object with any etag. The result may have fewer than ``nbytes``."""
         del etag
         extent = self._range(offset=offset, size=nbytes)
         return _translated(lambda: bytes(self._client.read(key, byte_range=extent)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose keys begin with a prefix."""
+        """Yield the objects whose keys begin with a prefix."""
         # The library lists a folder, not a prefix.
         folder = prefix.rpartition("/")[0]
         for entry in _translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
@@ -77,9 +77,9 @@ class MultiStorage:
                 yield _info(key, entry)
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object. Whether it is sent in parts, and for how long, is up to the library."""
+        """Write an object. The library decides whether it is sent in parts, and for how long."""
         del nbytes, seconds
-        # The library sends parts of a file only. So all data is also checked before the first byte is sent.
+        # The library can send only a file in parts. So all data is also checked before the first byte is sent.
         with tempfile.NamedTemporaryFile(prefix="megatron-sft-idx-") as file:
             with name_in_errors(file.name):
                 file.writelines(chunks)
@@ -87,9 +87,10 @@ class MultiStorage:
             _translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
 
     def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object. EtagMismatch if there is one.
+        """Write an object. EtagMismatch: it already exists.
 
-        The library cannot demand that there is none, so this looks first: of two that try at once both may succeed.
+        The library cannot require that it does not exist, so this method checks first. Two concurrent calls can both
+        succeed.
         """
         try:
             self.head(key)
@@ -99,24 +100,24 @@ class MultiStorage:
             raise EtagMismatch("there already")
 
     def delete(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Remove an object if it exists."""
         with contextlib.suppress(NoSuchObject):
             _translated(lambda: self._client.delete(key))
 
     def abort_uploads(self, key: str) -> int:
-        """Does nothing: profiles do not list unfinished uploads. A rule of the store may remove their parts."""
+        """Do nothing: profiles do not list unfinished uploads. A rule of the store may remove their parts."""
         del key
         return 0
 
 
 def _info(key: str, entry: Any) -> ObjectInfo:
-    # A plain folder has no etags: size and time of change stand for one.
+    # A local folder has no etags: size and modification time replace them.
     etag = entry.etag or f"{entry.content_length}-{entry.last_modified.timestamp()}"
     return ObjectInfo(key, int(entry.content_length), etag.strip('"'), (entry.metadata or {}).get(CHECKSUM))
 
 
 def _translated(request: Callable[[], _T]) -> _T:
-    """Make a request of the library, and raise its exceptions as failures."""
+    """Make a request with the library, and convert its exceptions to failures."""
     try:
         return request()
     except Exception as error:
@@ -135,7 +136,7 @@ def _failure_of(error: Exception) -> Failure:
         return EtagMismatch(name)
     if isinstance(error, RetryableError):
         return TemporaryFailure(name)
-    # Other answers of S3 come as a RuntimeError whose cause is botocore's own exception.
+    # Other responses of S3 come as a RuntimeError whose cause is botocore's own exception.
     with contextlib.suppress(ModuleNotFoundError):
         from megatron_sft_idx.storage.remote.s3 import failure_of
 

@@ -1,7 +1,7 @@
-"""One bucket of S3: requests through boto3, ranges and uploads through obstore if that is installed.
+"""One bucket of S3: requests through boto3; ranges and uploads through obstore if that is installed.
 
-boto3 finds endpoint, region and credentials in its usual places, and obstore is given the same. A read of a range costs
-boto3 some 3 ms of processor time under the interpreter's lock; obstore takes a sixth of that, without the lock.
+boto3 finds endpoint, region and credentials in its usual places, and obstore gets the same. Reading a range with boto3
+takes about 3 ms of CPU time under the interpreter lock; obstore takes a sixth of that, without the lock.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _T = TypeVar("_T")
 _CONNECT_SECONDS, _READ_SECONDS = 5, 20
 _MIB = 1 << 20
 _PART_NBYTES = 8 * _MIB
-# Amazon takes 10,000 parts an object; other stores, where nobody has told them to, 1,000.
+# Amazon allows 10,000 parts per object; other stores, unless configured otherwise, 1,000.
 _MAX_PARTS = 1000
 _PARTS_AT_ONCE = 6
-# The timeout of one part: a minute, and 4 seconds a MiB for slow lines.
+# The timeout of one part: a minute, plus 4 seconds per MiB for slow connections.
 _SECONDS, _SECONDS_A_MIB = 60, 4
 _SMALL_SECONDS = 5.0
-# The process that runs obstore's threads. A fork has none of them, and would wait for them for ever.
+# The process that runs obstore's threads. A fork does not have them, and would wait for them forever.
 _obstore_process: int | None = None
 
-# The largest range, 8 MiB, takes this long at a quarter of a MiB a second.
+# The largest range, 8 MiB, takes this long at a quarter of a MiB per second.
 _TRANSFER_SECONDS = 32
 _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
@@ -52,24 +52,24 @@ _BY_STATUS: dict[int, type[Failure]] = {
     401: AccessDenied, 403: AccessDenied, 404: NoSuchObject, 408: TemporaryFailure, 412: EtagMismatch,
     416: RangePastEnd, 429: TemporaryFailure
 }  # fmt: skip
-# Codes that some stores send with status 400.
+# Error codes that some stores send with status 400.
 _TEMPORARY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
-# Codes of credentials that were good once.
+# Error codes for expired credentials.
 _EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
 
 class S3:
-    """The transport of one bucket of S3; every method makes one attempt and raises a ``Failure``.
+    """The transport of one bucket of S3. Every method makes one attempt and raises a ``Failure``.
 
     Args:
-        bucket: its name.
+        bucket: name of the bucket.
         fast: whether to read ranges through obstore; None to do so if it is installed and usable in this process.
 
     Raises:
         FormatError: boto3 is not installed.
     """
 
-    # Reads demand the etag.
+    # Reads require the etag.
     conditional = True
 
     def __init__(self, bucket: str, *, fast: bool | None = None) -> None:
@@ -91,18 +91,18 @@ class S3:
         self.client = _translated(lambda: self.session.client("s3", config=config))
         self.fast = _usable() and find_spec("obstore") is not None if fast is None else fast
         if self.fast:
-            # ``RemoteStore`` retries. obstore's timeout is that of the whole answer.
+            # ``RemoteStore`` retries. obstore's timeout is for the whole response.
             seconds = _READ_SECONDS + _TRANSFER_SECONDS
             self._ranges = self._obstore(timeout=f"{seconds}s", retry_config={"max_retries": 0})
 
     def head(self, key: str) -> ObjectInfo:
-        """What is at a key."""
+        """Return information about the object at a key."""
         answer = _translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
         checksum = answer.get("Metadata", {}).get(CHECKSUM)
         return ObjectInfo(key, int(answer["ContentLength"]), answer["ETag"].strip('"'), checksum)
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
-        """Bytes of an object, of the one with ``etag`` if that is given; there may be fewer than ``nbytes``."""
+        """Read bytes of an object, with ``etag`` of exactly that version. The result may have fewer than ``nbytes``."""
         if self.fast:
             import obstore
 
@@ -122,7 +122,7 @@ class S3:
         def request() -> bytes:
             answer = self.client.get_object(Bucket=self.bucket, Key=key, **headers)
             body = answer["Body"]
-            # A server that knows no ranges sends the whole object, which may be large.
+            # A server without support for ranges sends the whole object, which may be large.
             if answer["ContentLength"] > nbytes:
                 body.close()
                 raise RequestRefused(f"{answer['ContentLength']} bytes for a range of {nbytes}")
@@ -132,14 +132,14 @@ class S3:
         return _translated(request)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose keys begin with a prefix."""
+        """Yield the objects whose keys begin with a prefix."""
         pages = iter(self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
         while (page := _translated(lambda: next(pages, None))) is not None:
             for entry in page.get("Contents", ()):
                 yield ObjectInfo(entry["Key"], int(entry["Size"]), entry["ETag"].strip('"'))
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object, a large one in parts; obstore retries for at most ``seconds``."""
+        """Write an object, a large one in parts. obstore retries for at most ``seconds``."""
         part_nbytes = max(_PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
         if nbytes <= part_nbytes:
             self._put(key, b"".join(chunks), checksum, part_nbytes, seconds, mode="overwrite")
@@ -147,14 +147,14 @@ class S3:
         try:
             self._put(key, iter(chunks), checksum, part_nbytes, seconds, chunk_size=part_nbytes)
         except BaseException:
-            # obstore removes the parts itself, but the store may have failed that request too. Then the next upload
-            # to the key removes them.
+            # obstore removes the parts itself, but that request may have failed, too. Then the next upload to the key
+            # removes them.
             with contextlib.suppress(Failure):
                 self.abort_uploads(key)
             raise
 
     def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object. EtagMismatch if there is one."""
+        """Write an object. EtagMismatch: it already exists."""
         self._put(key, data, checksum, len(data), _SMALL_SECONDS, mode="create")
 
     def _put(self, key: str, data: Any, checksum: str, part_nbytes: int, seconds: float, **options: Any) -> None:
@@ -172,30 +172,30 @@ class S3:
             obstore.put(store, key, data, attributes={CHECKSUM: checksum}, **options)
         except (obstore.exceptions.BaseError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
-                raise  # of the disk that they are read from
+                raise  # of the disk with the source files
             raise _obstore_failure(error) from None
 
     def delete(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Remove an object if it exists."""
         _translated(lambda: self.client.delete_object(Bucket=self.bucket, Key=key))
 
     def abort_uploads(self, key: str) -> int:
-        """Remove the stored parts of unfinished uploads to a key; return the number of uploads."""
+        """Remove the stored parts of unfinished uploads to a key. Return the number of uploads."""
         pages = self.client.get_paginator("list_multipart_uploads").paginate(Prefix=key, Bucket=self.bucket)
         uploads = _translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
         ids = [upload["UploadId"] for upload in uploads if upload["Key"] == key]
         for each in ids:
             abort = functools.partial(self.client.abort_multipart_upload, Key=key, UploadId=each, Bucket=self.bucket)
-            with contextlib.suppress(NoSuchObject):  # ended meanwhile
+            with contextlib.suppress(NoSuchObject):  # it has ended in the meantime
                 _translated(abort)
         return len(ids)
 
     def _obstore(self, *, timeout: str, **options: Any) -> Any:
-        """The bucket as S3Store of obstore, with boto3's endpoint, region and credentials.
+        """Return the bucket as S3Store of obstore, with boto3's endpoint, region and credentials.
 
         Args:
-            timeout: of one request, such as ``20s``.
-            **options: further ones of S3Store.
+            timeout: timeout of one request, such as ``20s``.
+            **options: further options of S3Store.
         """
         from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
@@ -222,7 +222,7 @@ class S3:
 
 
 def _usable() -> bool:
-    """Whether obstore can be used: not in a fork of a process that has used it."""
+    """Return whether obstore can be used: not in a fork of a process that has used it."""
     return _obstore_process in (None, os.getpid())
 
 
@@ -230,7 +230,7 @@ def _usable() -> bool:
 
 
 def _translated(request: Callable[[], _T]) -> _T:
-    """Make a request of boto3, and raise its exceptions as failures; those of other code come out as they are."""
+    """Make a request with boto3, and convert its exceptions to failures. Exceptions of other code pass unchanged."""
     try:
         return request()
     except (Failure, ModuleNotFoundError):
@@ -242,7 +242,7 @@ def _translated(request: Callable[[], _T]) -> _T:
 
 
 def failure_of(error: BaseException | None) -> Failure | None:
-    """The failure that an exception of botocore, or one caused by it, means; None for any other exception."""
+    """Return the failure for an exception of botocore, or one caused by it; None for any other exception."""
     from botocore import exceptions as of
     from urllib3.exceptions import HTTPError
 
@@ -253,8 +253,8 @@ def failure_of(error: BaseException | None) -> Failure | None:
         if isinstance(error, of.ClientError):
             code = str(error.response.get("Error", {}).get("Code", ""))
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            if code.isdigit():  # no code: the answer to a HEAD has no body
-                # Nothing in a HEAD but its signature can make a status of 400.
+            if code.isdigit():  # no code: the response to a HEAD has no body
+                # the only possible cause of status 400 for a HEAD is its signature
                 return AccessDenied("HTTP 400") if status == 400 else _failure_of_status(status, "")
             return _failure_of_status(status, code)
         if isinstance(error, (*denied, of.TokenRetrievalError)):
@@ -268,13 +268,13 @@ def failure_of(error: BaseException | None) -> Failure | None:
 
 
 def _failure_of_status(status: int, code: str) -> Failure:
-    """The failure that an answer of S3 means; ``code`` is that in its body, empty if there is none."""
+    """Return the failure for a response of S3; ``code`` is the one in its body, "" if there is none."""
     kind = _BY_STATUS.get(status, TemporaryFailure if status >= 500 or code in _TEMPORARY else RequestRefused)
     return (AccessDenied if code in _EXPIRED_CODES else kind)(f"HTTP {status} {code}".rstrip())
 
 
 def _obstore_failure(error: Exception) -> Failure:
-    """The failure that an exception of obstore means; for some, only its message has the status."""
+    """Return the failure for an exception of obstore; some have the status only in their message."""
     from obstore import exceptions
 
     if isinstance(error, exceptions.PreconditionError | exceptions.AlreadyExistsError):

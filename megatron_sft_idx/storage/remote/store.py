@@ -1,7 +1,7 @@
-"""``RemoteStore``: the objects of one bucket, read by ranges and written, with retries and errors for people.
+"""``RemoteStore``: range reads and writes of one bucket's objects, with retries and readable errors.
 
-Below it is a transport, which makes one attempt at each request. Above it, at the end of this module, are the objects
-of a bucket as paths, arrays and files.
+It uses a transport, which makes one attempt at each request. The end of this module provides the objects of a bucket as
+paths, arrays and files.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class RemotePath(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> RemotePath:
-        """Take a path apart; ``str`` puts it together again.
+        """Parse a path; ``str`` is the inverse.
 
         Raises:
-            FormatError: another scheme, no bucket, or a key that libraries understand in different ways.
+            FormatError: another scheme, no bucket, or a key that libraries interpret differently.
         """
         text = os.fspath(path)
         scheme, found, rest = text.partition("://")
@@ -62,7 +62,7 @@ class RemotePath(NamedTuple):
         if not bucket:
             what = "bucket" if scheme == "s3" else "profile"
             raise FormatError(f"{text}: no {what} is named; expected {scheme}://{what.upper()}/path")
-        # Some libraries resolve these as in a file system, others refuse them; to a store they are part of the key.
+        # Some libraries resolve these like a file system, others reject them. For a store they are part of the key.
         folders = key.split("/")[:-1]
         if "" in folders or {".", ".."} & {*folders, key.rpartition("/")[2]} or not key.isprintable():
             raise FormatError(
@@ -77,7 +77,7 @@ class RemotePath(NamedTuple):
 
 # ---- a bucket ----
 
-# What went wrong and what to do: for a command that reads, and for one that writes.
+# The problem and the remedy, for a command that reads and for one that writes.
 _REMEDIES: dict[type[Failure], tuple[str, str]] = {
     NoSuchObject: (
         "no such object; check the path, and that nobody removed it",
@@ -102,22 +102,22 @@ def _renew_lock() -> None:
     _connecting = threading.Lock()
 
 
-# A thread that stays behind in the parent may hold it.
+# A thread of the parent process may hold it.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RemoteStore:
-    """The objects of one bucket. Threads may share one; pickled, it makes a new transport in the other process.
+    """The objects of one bucket. Threads can share one; unpickling makes a new transport in the other process.
 
-    Methods retry by the policy. What they raise in the end is
+    Methods retry according to the policy. In the end they raise
 
-    - StorageError: the store cannot be reached, does not accept the credentials, or has no such object;
-    - FormatError: the object does not have the requested etag, or ends before the requested range does.
+    - StorageError: the store is unreachable, rejects the credentials, or has no such object;
+    - FormatError: the object does not have the requested etag, or ends before the requested range.
 
     Args:
         scheme: ``s3`` or ``msc``.
-        bucket: of S3, or the profile of multi-storage-client.
-        policy: for retries; None for ``RetryPolicy.from_environment``.
+        bucket: bucket of S3, or profile of multi-storage-client.
+        policy: policy for retries; None for ``RetryPolicy.from_environment``.
     """
 
     def __init__(self, scheme: str, bucket: str, policy: RetryPolicy | None = None) -> None:
@@ -133,7 +133,7 @@ class RemoteStore:
 
     @property
     def transport(self) -> S3 | MultiStorage:
-        """The transport of this process, made at its first use, by one thread, since it takes longer than a request."""
+        """The transport of this process, made on first use by one thread, because that takes longer than a request."""
         with _connecting:
             if self._transport is None or self._transport[0] != os.getpid():
                 self._transport = os.getpid(), self._connect()
@@ -149,11 +149,11 @@ class RemoteStore:
         return S3(self.bucket)
 
     def path(self, key: str) -> str:
-        """The path of an object, as users write it."""
+        """Return the path of an object, as users write it."""
         return str(RemotePath(self.scheme, self.bucket, key))
 
     def head(self, key: str, *, writing: bool = False) -> ObjectInfo | None:
-        """What is at a key; None for nothing. With ``writing``, errors are worded for a command that writes there."""
+        """Return information about the object at a key, or None. ``writing`` selects the error texts for writers."""
         with self._errors_of(key, writing=writing):
             try:
                 return self.policy.retry(lambda: self.transport.head(key))
@@ -161,14 +161,14 @@ class RemoteStore:
                 return None
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
-        """Exactly these bytes of an object; with ``etag``, of the object that has it and no other."""
+        """Read exactly these bytes of an object; with ``etag``, only of the object with that etag."""
         return self.read_many(key, [(offset, nbytes)], etag=etag)[0]
 
     def read_many(
         self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None
     ) -> list[bytes | memoryview]:
-        """As ``read``, for many (offset, nbytes) at once."""
-        # A single range is read in this thread, which may be one of the pool: those may not wait for the pool.
+        """Do the same as ``read``, for many (offset, nbytes) in parallel."""
+        # A single range is read in this thread. It may be one of the pool's threads, which must not wait for the pool.
         each = request_pool().map if len(ranges) > 1 else map
         blocks = list(each(lambda extent: self.fetch(key, *extent, etag=etag), ranges))
         if etag is not None:
@@ -176,13 +176,16 @@ class RemoteStore:
         return blocks
 
     def fetch(self, key: str, offset: int, nbytes: int, *, etag: str | None) -> bytes | memoryview:
-        """As ``read``, but the caller must call ``confirm_unchanged`` afterwards, once for any number of fetches."""
+        """Do the same as ``read``.
+
+        The caller must call ``confirm_unchanged`` afterwards, once for any number of fetches.
+        """
         if not nbytes:
             return b""
 
         def attempt() -> bytes | memoryview:
             block = self.transport.get(key, offset, nbytes, etag)
-            # When a connection broke, libraries have returned what came until then, or nothing, without an error.
+            # After a broken connection, libraries have returned the bytes so far, or none, without an error.
             if len(block) != nbytes:
                 if etag is not None:
                     self.confirm_unchanged(key, etag)  # an object that was replaced by a shorter one stays short
@@ -193,10 +196,10 @@ class RemoteStore:
             return self.policy.retry(attempt)
 
     def confirm_unchanged(self, key: str, etag: str) -> None:
-        """FormatError unless all that was fetched so far is of the object with this etag.
+        """Raise FormatError unless everything fetched so far is from the object with this etag.
 
-        Objects are replaced as a whole, so it is enough to compare the etag after reading. That takes a request only if
-        the transport cannot demand the etag with each read.
+        Objects are replaced as a whole, so comparing the etag after reading is enough. This takes a request only if the
+        transport cannot require the etag with each read.
         """
         if self.transport.conditional:
             return
@@ -207,7 +210,7 @@ class RemoteStore:
             raise self._error(key, EtagMismatch(info.etag))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose keys begin with ``prefix``, in no certain order."""
+        """Yield the objects whose keys begin with ``prefix``, in no particular order."""
         with self._errors_of(prefix):
             try:
                 return iter(self.policy.retry(lambda: list(self.transport.list(prefix))))
@@ -216,12 +219,15 @@ class RemoteStore:
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str) -> None:
-        """Write or replace an object of ``nbytes``. If ``chunks`` raises, nothing is written; the error goes on."""
+        """Write or replace an object of ``nbytes``.
+
+        If ``chunks`` raises an error, nothing is written, and the error passes.
+        """
         with self._errors_of(key, writing=True):
             self.transport.put(key, chunks, nbytes, checksum, self.policy.total_seconds)
 
     def create(self, key: str, data: bytes, checksum: str) -> bool:
-        """Write an object if there is none, and return whether it was written. Of two that try at once one succeeds."""
+        """Write an object unless it exists. Return whether it was written. Of two concurrent calls, one succeeds."""
         with self._errors_of(key, writing=True):
             try:
                 self.policy.retry(lambda: self.transport.create(key, data, checksum))
@@ -230,18 +236,18 @@ class RemoteStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Remove an object if it exists."""
         with self._errors_of(key, writing=True):
             self.policy.retry(lambda: self.transport.delete(key))
 
     def abort_uploads(self, key: str) -> int:
-        """Remove the stored parts of unfinished uploads to ``key``; return the number of uploads."""
+        """Remove the stored parts of unfinished uploads to ``key``. Return the number of uploads."""
         with self._errors_of(key, writing=True):
             return self.policy.retry(lambda: self.transport.abort_uploads(key))
 
     @contextlib.contextmanager
     def _errors_of(self, key: str, *, writing: bool = False) -> Iterator[None]:
-        """Turn failures into errors, worded for a command that reads, or writes, at a key."""
+        """Convert failures to errors, with the text for a command that reads, or writes, at a key."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -270,10 +276,10 @@ _stores: dict[tuple[str, str], RemoteStore] = {}
 
 
 def open_store(path: str | os.PathLike[str]) -> tuple[RemoteStore, str]:
-    """The store of a path, one a bucket and process, and the path's key in it. Makes no request.
+    """Return the store of a path (one per bucket and process) and the path's key in it. Makes no request.
 
     Raises:
-        FormatError: not a path in an object store.
+        FormatError: the path is not in an object store.
     """
     scheme, bucket, key = RemotePath.of(path)
     if (store := _stores.get((scheme, bucket))) is None:
@@ -282,30 +288,30 @@ def open_store(path: str | os.PathLike[str]) -> tuple[RemoteStore, str]:
 
 
 def forget_stores() -> None:
-    """Let the next ``open_store`` look for endpoint and credentials again. Open arrays and files keep theirs."""
+    """Make the next ``open_store`` look up endpoint and credentials again. Open arrays and files keep theirs."""
     _stores.clear()
 
 
-# ---- which objects there are ----
+# ---- existing objects ----
 
 
 def object_exists(path: str) -> bool:
-    """Whether there is an object at a path."""
+    """Return whether there is an object at a path."""
     store, key = open_store(path)
     return bool(key) and store.head(key) is not None
 
 
 def objects_in_folder(path: str) -> list[str]:
-    """Paths of the objects whose keys are a folder's name, a slash and a name without one."""
+    """Return the paths of the objects directly in a folder (keys with no further slash)."""
     store, key = open_store(path)
     start = key.rstrip("/") + "/" if key.strip("/") else ""
     return [store.path(info.key) for info in store.list(start) if "/" not in info.key[len(start) :]]
 
 
 def matching_objects(pattern: str, *endings: str) -> list[str]:
-    """Paths of the objects that a glob matches, as it is or with one of ``endings`` added, by one listing.
+    """Return the paths of the objects that match a glob, with or without one of ``endings``, in one listing.
 
-    ``*`` and ``?`` match no slash.
+    ``*`` and ``?`` do not match a slash.
     """
     store, key = open_store(pattern)
     folders = key.split("/")[:-1]
@@ -324,9 +330,9 @@ def matching_objects(pattern: str, *endings: str) -> list[str]:
 
 
 class RemoteArray(CopiedArray):
-    """An array of ``count`` items in an object, from byte ``offset`` on. Each slice is one request, and a fresh copy.
+    """An array of ``count`` items in an object, from byte ``offset`` on. Each slice is one request and a new copy.
 
-    A slice is of the object with this etag, or an error as of ``RemoteStore.read``.
+    A slice comes from the object with this etag; otherwise it is an error of ``RemoteStore.read``.
     """
 
     def __init__(
@@ -336,13 +342,13 @@ class RemoteArray(CopiedArray):
         self._store, self._key, self._etag, self._offset = store, key, etag, offset
 
     def read_items(self, start: int, stop: int) -> NDArray[Any]:
-        """As ``CopiedArray``. Errors as of ``RemoteStore.read``."""
+        """See ``CopiedArray``, and ``RemoteStore.read`` for errors."""
         items = self.fetch(start, stop)
         self.confirm_unchanged()
         return items
 
     def fetch(self, start: int, stop: int) -> NDArray[Any]:
-        """Items ``[start, stop)``; the caller must call ``confirm_unchanged`` before it uses them."""
+        """Fetch items ``[start, stop)``. The caller must call ``confirm_unchanged`` before using them."""
         size = self.dtype.itemsize
         raw = self._store.fetch(self._key, self._offset + start * size, (stop - start) * size, etag=self._etag)
         out = np.frombuffer(raw, self.dtype)
@@ -352,7 +358,7 @@ class RemoteArray(CopiedArray):
         return out
 
     def confirm_unchanged(self) -> None:
-        """FormatError unless all items that were fetched so far are of the object with the etag."""
+        """Raise FormatError unless all items fetched so far are from the object with the etag."""
         self._store.confirm_unchanged(self._key, self._etag)
 
 
@@ -363,9 +369,9 @@ _RANGES_AHEAD = 4
 def read_ahead(
     store: RemoteStore, info: ObjectInfo, *, offset: int = 0, range_nbytes: int = _RANGE_NBYTES
 ) -> Generator[bytes | memoryview, None, None]:
-    """The bytes of an object from ``offset`` on, in order, while the next ``_RANGES_AHEAD`` ranges are being fetched.
+    """Yield the bytes of an object from ``offset`` on, in order, while fetching the next ``_RANGES_AHEAD`` ranges.
 
-    Errors as of ``RemoteStore.read``, with the etag of ``info``.
+    See ``RemoteStore.read``, with the etag of ``info``, for errors.
     """
     offsets = iter(range(offset, info.nbytes, range_nbytes))
     fetched: deque[Future[bytes | memoryview]] = deque()
@@ -390,7 +396,7 @@ def read_ahead(
 class ObjectFile(io.RawIOBase):
     """An object as a file. Each read is one request, so the caller should wrap it in ``io.BufferedReader``.
 
-    Errors as of ``RemoteStore.read``, with the etag of ``info``.
+    See ``RemoteStore.read``, with the etag of ``info``, for errors.
     """
 
     def __init__(self, store: RemoteStore, info: ObjectInfo) -> None:
@@ -406,7 +412,7 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Set the position, which may lie behind the end."""
+        """Set the position, which may be after the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.nbytes}[whence]
         if base + offset < 0:
             raise ValueError(f"position {base + offset} is before the beginning")
@@ -414,7 +420,7 @@ class ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer, or its beginning if the object ends before; return the number of bytes."""
+        """Fill the buffer, or its beginning if the object ends before. Return the number of bytes."""
         view = memoryview(buffer).cast("B")
         nbytes = max(0, min(len(view), self._info.nbytes - self._position))
         if nbytes:
