@@ -20,17 +20,18 @@ venv: $(VENV)/installed  ## the package and everything its tests need, in .venv
 
 build: $(VENV)/built  ## venv, with the native extension built from the sources as they are now
 
-lint: $(VENV)/built  ## ruff and mypy
+lint: $(VENV)/built  ## ruff, mypy, and a list of words to avoid
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python tests/prose.py
 
 format: $(VENV)/built  ## let ruff rewrite the sources
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 
 # Two processes, each with whole files, because modules share what is slow to make. More would not fit where memory
-# is small: some tests start processes of their own, and most of those import torch. One thread of torch's in each, as
+# is small: some tests start separate processes, and most of those import torch. One thread of torch's in each, as
 # both cores are taken; and files in their own order, since those with few tests, which go last else, are among the longest.
 test: $(VENV)/built  ## the test suite; what it skips it names at the end
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -66,13 +67,13 @@ test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's 
 	@mkdir -p build/screenshots
 	@SFT_IDX_BROWSER=1 $(BIN)/python -m pytest -m browser tests/browser
 
-# OpenStack Swift gets an environment of its own, .venv-swift, once.
+# OpenStack Swift gets a separate environment, .venv-swift, once.
 test-cloud: $(VENV)/built  ## the checks against a real object store, which they start on this machine
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,cloud]'
 	@$(BIN)/python -m pytest -m cloud
 
-# Transformer Engine is built for the torch and the CUDA that are there; what needs it is skipped where that fails.
-test-gpu: $(VENV)/built  ## what only a GPU can show, as a table: Transformer Engine, NCCL, transfers; without one, what it skips
+# Transformer Engine is built for the installed torch and CUDA. If that fails, the checks that need it are skipped.
+test-gpu: $(VENV)/built  ## the checks that need a GPU, as a table: Transformer Engine, NCCL, transfers; without one, the skipped checks
 	@if command -v nvidia-smi >/dev/null && ! $(BIN)/python -c 'import transformer_engine' 2>/dev/null; then \
 	$(PIP) install --no-build-isolation 'transformer-engine[pytorch]' || echo "Transformer Engine cannot be installed here"; fi
 	@$(BIN)/python -W ignore tests/gpu/checks.py
@@ -88,16 +89,16 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
 
-# atheris has wheels for Linux on x86-64 alone; elsewhere pip would look for a clang with libFuzzer to build it.
+# atheris has wheels for Linux on x86-64 only; elsewhere pip would look for a clang with libFuzzer to build it.
 fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a target; FUZZ_TARGETS="building rows" for some
 	@$(PIP) install --constraint constraints.txt --only-binary atheris --no-build-isolation --editable '.[fuzz]' || \
 	{ echo "make fuzz needs atheris, which has wheels for Linux on x86-64 and Python 3.10 to 3.12 only;" \
 	"make test replays the corpus anywhere"; exit 1; }
 	@$(BIN)/python tests/fuzz/driver.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
 
-# mosaicml-streaming would bring torchvision and the clients of five clouds, of which reading local files needs nothing;
-# what it does need is in the extra.
-bench: $(VENV)/built  ## the board, in under 20 minutes: everything beside its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
+# mosaicml-streaming would install torchvision and the clients of five clouds, and reading local files needs none of them.
+# The extra has its other dependencies.
+bench: $(VENV)/built  ## the board, in under 20 minutes: everything compared with its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
 	@$(PIP) install --constraint constraints.txt --no-deps mosaicml-streaming
 	@$(BIN)/python tools/bench/board.py $(if $(BENCHES),--only $(BENCHES))
@@ -113,7 +114,7 @@ clean:  ## remove everything the targets made, .venv included
 	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-trainer-* .venv-media-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What the package itself needs. pip installs it in editable mode, which compiles the C++ kernels too.
+# The dependencies of the package. pip installs it in editable mode, which compiles the C++ kernels too.
 $(VENV)/base: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
 	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'

@@ -1,12 +1,12 @@
 """The fenced blocks of README.md and docs/*.md, and a shell that they are pasted into from top to bottom.
 
-What a block is, the words after its fence say; GitHub shows the first of them and ignores the rest:
+The words after a fence give the kind of a block. GitHub uses the first word and ignores the rest:
 
 ====================  ================================================================================
 ``sh``                commands, pasted as they are; all have to succeed
 ``sh fails``          a command that has to fail
 ``sh WORD``           commands that need more than this package, a key of ``ELSEWHERE``; so for ``python WORD``
-``python``            a program of its own, run in the same folder
+``python``            a separate program, run in the same folder
 ``text``              what the block before prints, see ``complaint``
 ``KIND of its own``   a key of what the caller can check otherwise
 ====================  ================================================================================
@@ -31,7 +31,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 
 RUN = {"sh", "sh fails", "python"}
 _BRIDGE = "needs Megatron-Bridge: tests/test_bridge_recipe.py, in make test-megatron"
-# Blocks that are pasted by another test than those of all others, and why.
+# Kinds of blocks that another test pastes, and the reason.
 ELSEWHERE = {
     "sh install": "makes environments from the package index: make test-slow",
     "sh slow": "takes several training processes: make test-slow",
@@ -61,7 +61,7 @@ class Block:
 
 
 class Said(NamedTuple):
-    """What a pasted block printed."""
+    """The output of a pasted block."""
 
     out: str
     err: str
@@ -96,7 +96,7 @@ def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
 
 
 def clone(folder: Path) -> Path:
-    """What pasted commands meet of a clone, in ``folder``: its sources too, before which the package under test is."""
+    """Copy the parts of a clone that pasted commands need. The package under test takes precedence over its sources."""
     ignored = shutil.ignore_patterns("bench", "__pycache__", "*.so")
     for name in ("tools", "megatron_sft_idx"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -113,7 +113,7 @@ def fast_environment(folder: Path) -> dict[str, str]:
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
             (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
-    # One thread: more of them wait for each other where tests run beside tests.
+    # One thread: more threads wait for each other if tests run in parallel.
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
@@ -175,9 +175,9 @@ def _in_one_shell(
 
 
 def complaint(shown: Block, said: Said) -> str | None:
-    """None where a block shows what was really printed, on the one or the other of the terminal's two streams.
+    """Return None if a block shows the real output of stdout or of stderr, otherwise a message.
 
-    ``...`` on a line of its own stands for any lines, at the end of a line for the rest of it. Otherwise a line must
+    ``...`` as a whole line stands for any lines, at the end of a line for the rest of it. Otherwise a line must
     be found as it is, after the one before; but seconds (``0.4 s``, and all of a line that begins with ``seconds``)
     may be any, and figures of four decimals, such as losses, need only agree to one per cent.
     """

@@ -1,4 +1,4 @@
-"""Blocks of README.md and docs/ that are no commands: code for somebody else's files, and lists, held to what is so."""
+"""Checks of blocks in README.md and docs/ that are not commands: code for the reader's own files, and lists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_get_batch(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPat
         batch = micro_batch(script, tmp_path)
         assert batch["cu_seqlens"].dim() == 2
         if flatten := getattr(megatron_utils, "flatten_batch_for_packed_sequences", None):
-            flat = flatten(batch)  # later releases, of which the page says that nothing else changes
+            flat = flatten(batch)  # later releases: the page promises that nothing else changes
             assert flat["cu_seqlens"].shape[0] == 1
             assert int(flat["cu_seqlens"].max()) == flat["tokens"].numel() == 32
             return
@@ -68,7 +68,7 @@ def check_files(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_layers(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names before the first gap are those of the layers, from the top down; what stands below tools/ is ours."""
+    """The names before the first gap are the layers, from the top down, below tools/."""
     named = [set(line.split("  ")[0].split()) for line in block.text.splitlines()]
     assert named[0] == {"tools/"}
     assert named[1:] == [names - {"__main__"} for names in reversed(LAYERS)]

@@ -29,7 +29,7 @@ ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
 LIGHT_VERBS = {"tokenize", "produce", "inspect"}
-# What producers share with training: the documents of a live catalog, and waiting for them.
+# Used by producers and training: the documents of a live catalog, and waiting for them.
 LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.documents", "live.live_order", "live.waiting"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
@@ -43,9 +43,9 @@ TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
     *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
 }
-# A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
+# File names are unique, so that a name in a traceback identifies the file. These names are allowed in several folders.
 SHARED_NAMES = {"local": {"storage", "tokenize"}}
-# A class, or a public function of a module, has a name of its own too, but for what every format is asked for by name.
+# Classes and public functions have unique names too, except for these names that every format has.
 ASKED_FOR = {"Reader", "Writer", "recognise"}
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
@@ -78,8 +78,8 @@ class Import:
 def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
     """Every import of a module, inside functions and under ``if`` too, relative ones made absolute.
 
-    ``from a import b`` counts as ``a.b``, which may be a module or a name in one. What only type checkers
-    read, under ``if TYPE_CHECKING``, is an edge all the same but does not happen at import.
+    ``from a import b`` counts as ``a.b``, which can be a module or a name in one. An import under
+    ``if TYPE_CHECKING`` is an edge too, but does not happen at import.
     """
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
@@ -101,7 +101,7 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
 
 
 def import_complaints(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What a module of the package imports that its layer may not; ``module`` is its full dotted name."""
+    """List the forbidden imports of a module of the package; ``module`` is its full dotted name."""
     own = module.split(".")[1:2]
     if not own:
         level, top = ROOT, ""
@@ -163,11 +163,11 @@ def is_verb(module: str, source: str) -> bool:
 
 
 def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str, set[str]]) -> list[str]:
-    """File names of the package, from ``modules``, that tell of more than one place.
+    """Find file names of the package, from ``modules``, that occur in several folders.
 
     Args:
         named: dotted name, whether it is a package, and source of each module.
-        shared: the names that may, and the folders that they may stand in.
+        shared: the names that are allowed in several folders, and these folders.
     """
     folders: dict[str, set[str]] = {}
     for module, is_package, source in named:
@@ -206,7 +206,7 @@ def definition_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
 
 
 def private_path_complaints(text: str, name: str) -> list[str]:
-    """Absolute paths that exist on somebody's machine only."""
+    """Return absolute paths that exist on one machine only."""
     return [
         f"{name}:{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if PRIVATE.search(line)
     ]

@@ -1,4 +1,4 @@
-"""What README and docs quote stands in the board's page, and the check of that can tell when it does not."""
+"""README and docs quote only figures of the board's page, and the check of this finds others."""
 
 from __future__ import annotations
 

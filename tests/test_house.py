@@ -1,4 +1,4 @@
-"""The rules of the house hold, and the code that checks them can tell when they do not."""
+"""The sources follow the rules of ``house.py``, and the checks find violations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODE = ("megatron_sft_idx", "tools", "tests", "csrc")
 
 
 def tracked_files() -> list[Path]:
-    """What git has or would take, so that build outputs do not count; skips where git does not know."""
+    """Return the files that git has or would add, without build outputs; skip if this is not a checkout."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:

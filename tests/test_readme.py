@@ -55,7 +55,7 @@ def program(folder: Path) -> Callable[[Block], Said]:
 
 @pytest.fixture(scope="module")
 def after_the_readme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder that the README's blocks leave, which the pages in docs/ go on from, and what they did not print."""
+    """Return the folder after the README's blocks, which the pages in docs/ continue in, and the wrong outputs."""
     folder = clone(tmp_path_factory.mktemp("clone"))
     return folder, wrongly_shown("README.md", RUN, folder)
 
@@ -95,7 +95,7 @@ def wrongly_shown(page: str, kinds: set[str], folder: Path) -> list[str]:
 
 
 def assert_ignored(folder: Path) -> None:
-    """What blocks make is nothing that git, or a test of what belongs to the project, takes for the project's."""
+    """Check that git ignores all files that the blocks make."""
     made = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {
         "tools/",
         "megatron_sft_idx/",
@@ -187,7 +187,7 @@ def named_in(module: str, names: Sequence[str]) -> bool:
 
 
 def names_of_code(text: str) -> list[str]:
-    """What stands in backquotes and reads as a module of the package, or something in one."""
+    """Return the names in backquotes that look like modules of the package, or names in modules."""
     quoted = re.findall(r"`([A-Za-z_][\w.]*)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE))
     return [name.removeprefix("megatron_sft_idx.") for name in quoted if "." in name and not name.endswith(".py")]
 

@@ -2,9 +2,9 @@
 
     python tools/bench/backends.py [--mib 256] [--rounds 3]
 
-Writes tools/bench/results/backends.md. What ``tools/bench_read.py`` measures on one disk, here on two file
-systems and under a control group that has a quarter of the data's size, beside ``np.memmap`` and Megatron's own reader.
-Every measurement has a process of its own; ways take turns, and figures are medians of rounds with their range. Before
+Writes tools/bench/results/backends.md. Repeats the measurements of ``tools/bench_read.py`` on two file systems and
+under a control group with a quarter of the data's size, next to ``np.memmap`` and Megatron's own reader.
+Every measurement has its own process; ways take turns, and figures are medians of rounds with their range. Before
 each first epoch the page cache is dropped, which the bytes read from the disk show. Epochs end after a time, so that
 slow ways do not hold up the bench: rates are of the packs that were read. The limit needs a control group: root, or a
 container that may make one; where none may be made, the report says so.
@@ -34,7 +34,7 @@ from report import MIB, Bench, run_bench
 LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")
 PEER_NAMES = {"memmap": "np.memmap", "stock": "stock-mmap"}
-# Of the ways that differ where packs are read in order.
+# The ways that differ when packs are read in order.
 IN_ORDER = ("mmap", "mmap, sequential", "pread", *PEERS)
 
 
@@ -79,7 +79,7 @@ COLUMNS = ("", f"first epoch: {EPOCH[0]}", *EPOCH[1:], f"second epoch: {EPOCH[0]
 
 
 def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
-    """Of one epoch, over the rounds."""
+    """Yield the table cells of one epoch over all rounds."""
     rates = [epoch.rate for epoch in epochs]
     yield f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
     yield f"{statistics.median(epoch.amplification for epoch in epochs):.2f}"

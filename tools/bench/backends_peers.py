@@ -1,4 +1,4 @@
-"""What ``backends.py`` measures beside ``Shard``: the same files through other readers; and what our options gain."""
+"""Other readers of the same files, and the gain of each option of ``Shard``, for ``backends.py``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StockReader:
         return int(ids.nbytes)
 
 
-# What the tables call them, and what opens them.
+# Their names in the tables, and the functions that open them.
 PEERS: dict[str, tuple[str, Opener]] = {
     "np.memmap": ("`np.memmap` of both files", MemmapReader),
     "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),

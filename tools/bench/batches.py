@@ -1,9 +1,9 @@
-"""Batches of packed rows beside other ways to store and collate them, on this machine.
+"""Batches of packed rows compared with other ways to store and collate them, on this machine.
 
     python tools/bench/batches.py [--full]
 
-All sides serve the same packs in the same random order and, but for the
-collate of Python lists, must give the same tensors before they are timed.
+All sides serve the same packs in the same random order. Except for the collate
+of Python lists, they must give the same tensors before they are timed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Store(NamedTuple):
     """One way to keep packs."""
 
     name: str  # in the table
-    files: list[Path]  # what lies on disk
-    # Makes the dataset, of which ``ds[i]`` is a row, or ``ds.__getitems__(list)`` several.
+    files: list[Path]  # on disk
+    # Makes the dataset: ``ds[i]`` is a row, ``ds.__getitems__(list)`` several rows.
     open: Callable[[], Dataset[Any]]
 
 
@@ -100,7 +100,7 @@ def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], batches: Batche
 
 
 def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, list[Callable[[], float] | None]]]:
-    """A row of the table each: workers 0, workers 2, and blocked in next() beside a trainer."""
+    """Return the ways of each table row: 0 workers, 2 workers, and time blocked in next() next to a trainer."""
     seeds = iter(range(1, 1_000_000))
 
     def order(count: int) -> Batches:
@@ -203,7 +203,7 @@ def warm(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
 
 
 def headlines(bench: Bench, found: dict[str, Cells]) -> None:
-    """A batch without workers, and the wait in ``next`` beside the best that others do."""
+    """Report a batch without workers, and the wait in ``next`` compared with the best way of each peer."""
     size = f"{ROWS} x {CAPACITY:,}, shuffled"
     peers = {name: key for key in ("numpy", "arrow", "mds", "lists") for name in found if key_of(name) == key}
     for name, key in peers.items():

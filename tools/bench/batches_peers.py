@@ -1,4 +1,4 @@
-"""What ``batches.py`` measures beside: other stores of the same packs, and other collates."""
+"""Other stores of the same packs, and other collates, for ``batches.py``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Lists(Dataset[dict[str, list[int]]]):
 
 
 def collate_lists(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """The algorithm of Megatron-Bridge's packed collate, written anew.
+    """The algorithm of Megatron-Bridge's packed collate, reimplemented.
 
     Each sequence gives up its last token so that tokens and labels are two slices of it; slices of lists are
     concatenated by numpy, padded as lists again, and made tensors from lists of lists.

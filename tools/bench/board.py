@@ -1,13 +1,14 @@
 """The board: every bench in turn, one page of results, plots, and the figures that README quotes.
 
     python tools/bench/board.py                        # what make bench does; under 20 minutes on two cores
-    python tools/bench/board.py --only shard batches   # these alone; the others keep what they found before
+    python tools/bench/board.py --only shard batches   # only these; the others keep their earlier results
     python tools/bench/board.py --full                 # larger, and more rounds; hours
-    python tools/bench/board.py --readme               # runs nothing: writes the page and README's blocks anew
+    python tools/bench/board.py --readme               # runs nothing: writes the page and README's blocks
 
-Each bench runs in a process of its own and leaves results/NAME.md and NAME.json; ``report.py`` says how one joins. What
-lacks something here, such as an object store, is noted as not run. Where one fails the others run all the same, and the
-exit status is 1. Writes tools/bench/RESULTS.md, plots in tools/bench/results, and README's blocks (``quotes.py``).
+Each bench runs in its own process and writes results/NAME.md and NAME.json; ``report.py`` describes how to add one. A
+bench that lacks something on this machine, such as an object store, is noted as not run. If one fails, the others still
+run, and the exit status is 1. Writes tools/bench/RESULTS.md, plots in tools/bench/results, and README's blocks
+(``quotes.py``).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Result:
-    """What one bench left."""
+    """The results of one bench."""
 
     name: str  # of the bench
     kept: dict[str, Any]  # its JSON; empty where it leaves none
@@ -95,7 +96,7 @@ def forget(name: str) -> None:
 
 
 def run_all(names: list[str], full: bool) -> list[str]:
-    """Every bench in turn, a line each; the names of those that failed."""
+    """Run every bench in turn and print a line for each. Return the names of the benches that failed."""
     begin, failed, where = time.monotonic(), [], surroundings()
     for place, name in enumerate(names, 1):
         print(f"[{place}/{len(names)}] {name} ...", end="", flush=True)
@@ -140,7 +141,7 @@ def surroundings() -> list[str]:
 
 
 def results() -> list[Result]:
-    """Of every bench that was ever run, in the board's order."""
+    """Return the results of all benches that were ever run, in the order of the board."""
     found = []
     for name in BENCHES:
         kept, text = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
@@ -151,7 +152,7 @@ def results() -> list[Result]:
 
 
 def short_table(found: list[Result]) -> list[str]:
-    """One line a capability; the last column leads to the bench."""
+    """Return one line per capability. The last column links to the bench."""
     rows = [
         (*headline.row(), f"[{result.name}](#{result.name})")
         for result in found
@@ -175,7 +176,7 @@ def sections(found: list[Result]) -> Iterator[str]:
 
 
 def page(found: list[Result]) -> str:
-    """RESULTS.md, from what lies in ``results`` alone."""
+    """Return RESULTS.md, made only from the files in ``results``."""
     about = json.loads((RESULTS / "board.json").read_text())
     ran = "every bench" if len(about["benches"]) == len(BENCHES) else ", ".join(about["benches"])
     lines = [

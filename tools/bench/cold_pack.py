@@ -1,4 +1,4 @@
-"""One pack that nobody announced, from a disk: nothing of it in the page cache, the index arrays warm.
+"""Read one pack from disk without announcing it: its data is not in the page cache, the index arrays are warm.
 
     python tools/bench/cold_pack.py [--packs 50000] [--rounds 15]
 

@@ -1,4 +1,4 @@
-"""What columns cost: a batch with none, one and four of them beside its mask, preprocess with ``source``, and bytes.
+"""The cost of columns: batches with no, one and four columns, preprocess with ``source``, and bytes on disk.
 
 python tools/bench/columns.py [--full]
 """

@@ -31,13 +31,13 @@ from megatron_sft_idx.formats.convert import ConvertOptions, convert
 GB = 10**9
 PACK_NBYTES = 5 * 3948 + 60  # of a shard, on average
 WATCH_SECONDS = 0.005
-# A pickled .npy is read whole, some 40 bytes a token: reading it is measured with less.
+# A pickled .npy is read whole, at some 40 bytes per token, so reading it is measured with less data.
 NPY_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the conversions to and from a format are given."""
+    """The options of the conversions to and from a format."""
 
     name: str  # as --to takes it
     stored: str  # file or folder name
@@ -68,7 +68,7 @@ class Run:
     heap: int  # peak
 
 
-# ---- one conversion, in a process of its own ----
+# ---- one conversion, in a separate process ----
 
 
 def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions) -> None:
@@ -147,7 +147,7 @@ def there_and_back(folder: Path, kind: Format, nbytes: int) -> Iterator[Run]:
     remove(folder, kind.stored)
 
 
-# ---- beside what scripts do ----
+# ---- compared with a script ----
 
 
 def by_convert(source: str, destination: str) -> float:
@@ -174,7 +174,7 @@ def by_script(source: str, destination: str) -> float:
 
 
 def beside_scripts(bench: Bench, folder: Path, nbytes: int, rounds: int) -> None:
-    """Parquet to a shard, masks and boundaries included, beside the loop that people write for tokens alone."""
+    """Convert Parquet to a shard with masks and boundaries, and compare with the usual loop for tokens only."""
     ours: list[float] = []
     theirs: list[float] = []
     write_packs(str(folder / "shard"), max(1, nbytes // PACK_NBYTES))

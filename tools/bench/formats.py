@@ -1,8 +1,8 @@
-"""Every format that holds packs, beside each other: opening, memory, reading, size; by ``open_dataset`` and as usual.
+"""All formats for packs compared: opening, memory, reading and size, by ``open_dataset`` and by the usual reader.
 
     python tools/bench/formats.py [--full]
 
-All files hold the same packs, but for the pickled .npy, which has fewer. Every
+All files hold the same packs, except that the pickled .npy has fewer. Every
 measurement runs in a fresh process that has read a tiny file of the same kind before, so that imports do not count;
 the ways take turns, and figures are medians. Cold reads are of another process, once the files have been dropped from
 the page cache. Needs about 200 KB a pack in the folder for temporary files.
@@ -33,7 +33,7 @@ from medium import drop_cache
 
 MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.25
 WARM_PACKS = 20
-# Of what the shard is set beside, which are lines of the short table.
+# The peers that are lines of the short table.
 SHORT = {"random": ("stock", "arrow", "parquet"), "sequential": ("arrow", "mds"), "cold": ("arrow", "mds")}
 BESIDE = {
     "touched_us": ("random", "a random read of a pack, values copied"),
@@ -47,20 +47,20 @@ BESIDE = {
 
 
 class Figures(NamedTuple):
-    """What two processes found in one round."""
+    """The measurements of two processes in one round."""
 
     open_ms: float  # to open
     open_mib: float  # growth of resident memory by it
     random_us: float  # a read in random order, values left alone
     touched_us: float  # a read in random order, every value copied out
     sequential_us: float  # a read in order, every value copied out
-    own_mib: float  # growth of memory beside mapped files, after all of it
+    own_mib: float  # growth of memory except mapped files, after all reads
     cold_us: float = 0.0  # a read in random order, every value copied out, nothing in the page cache
     cold_kib: float = 0.0  # that the disk gave for it
 
 
 def copied(items: Items, place: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Callable[[int], None]:
-    """A read of which every value is copied out, as a collate does."""
+    """Return a function that reads an item and copies every value, as a collate does."""
 
     def read(i: int) -> None:
         for values in items[i].values():
@@ -104,7 +104,7 @@ def measure(number: int, folder: str, warm: str, seed: int) -> Figures:
 
 
 def cold(number: int, folder: str, warm: str, seed: int) -> tuple[float, float]:
-    """Microseconds and KiB from disk of a read, in a process of its own, after the files were evicted."""
+    """Microseconds and KiB from disk of a read, in a separate process, after the files were evicted."""
     way = WAYS[number]
     open_small(way, warm)
     items = way.open(f"{folder}/{way.stored}")
@@ -147,7 +147,7 @@ def tables(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
 
 
 def headlines(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
-    """What README's table of formats has: how each is read, its size, and the memory of its reader."""
+    """Report the figures of the table of formats: read time and size of each format, and memory of its reader."""
     for key, stored in (("packs", "shard"), ("npy-packs", "packs.npy")):
         bench.headline(key, f"packs in {stored}", [len(open_dataset(str(folder / stored)))], "packs")
     for way in (way for way in WAYS if way.ours):
@@ -166,7 +166,7 @@ def headlines(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> No
 
 
 def beside_ours(bench: Bench, found: dict[Way, list[Figures]]) -> None:
-    """The shard beside what others store packs in, each read as its users do."""
+    """Compare the shard with the formats that others store packs in, each read as its users do."""
     for field, (key, what) in BESIDE.items():
         unit = "ms" if field.endswith("ms") else "µs"
         ours = [getattr(one, field) for one in found[WAYS[0]]]

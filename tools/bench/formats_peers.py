@@ -1,6 +1,6 @@
-"""What ``formats.py`` measures: the data, and beside ``open_dataset`` the usual reader of each format.
+"""The data of ``formats.py``, and the usual reader of each format.
 
-Each hands out a dictionary of arrays or lists, whatever the reader makes, and knows its number of items.
+Each reader returns a dictionary of arrays or lists, and has a length.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MappedRows(Rows):
 
 
 class RowGroups:
-    """The algorithm of Megatron-Bridge's packed Parquet dataset, written anew.
+    """The algorithm of Megatron-Bridge's packed Parquet dataset, reimplemented.
 
     The row group of the pack is found by bisection and read into a table, the last table is kept, and the three values
     of the row become Python lists.
@@ -169,7 +169,7 @@ class Documents(Rows):
 
 
 class Stock(Rows):
-    """Megatron's ``IndexedDataset``: tokens alone."""
+    """Megatron's ``IndexedDataset``: only tokens."""
 
     def __init__(self, prefix: str) -> None:
         self.items = indexed_dataset().IndexedDataset(prefix)
@@ -187,7 +187,7 @@ def arrow_items(folder: str) -> Items:
 
 
 def import_streaming() -> ModuleType:
-    """The package, without its image datasets, which alone need torchvision and are imported at once."""
+    """Import the package without its image datasets, which it imports at once and which need torchvision."""
     sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
     import streaming
 
@@ -201,7 +201,7 @@ def mds_items(folder: str) -> Items:
 
 
 def files_of(path: str) -> list[Path]:
-    """A file, the files of a folder, or those of a prefix."""
+    """Return the file, the files of a folder, or the files of a prefix."""
     place = Path(path)
     if place.is_dir():
         return [file for file in place.iterdir() if file.is_file()]
@@ -260,7 +260,7 @@ class Way:
     reader: str  # in the table
     open: Callable[[str], Items]  # makes the dataset from a path
     key: str = ""  # of ours, by which its headlines are named
-    beside: str = ""  # of others, the same where the shard is set beside them
+    beside: str = ""  # the same for the comparison with other formats
 
     @property
     def ours(self) -> bool:
@@ -269,7 +269,7 @@ class Way:
 
     @property
     def peer(self) -> str:
-        """What stands beside the shard, in a headline."""
+        """The name of the peer in a headline."""
         return self.reader if self.label == SHARD else f"{self.label}, {self.reader}"
 
 
@@ -296,7 +296,7 @@ WAYS = [
     Way("stock", STOCK, "`open_dataset`", TRAINED, key="stock"),
     Way("stock", STOCK, "`IndexedDataset`", Stock, beside="stock"),
 ]
-# Those that are installed.
+# Only installed libraries.
 if find_spec("datasets"):
     WAYS.append(Way("arrow", "datasets (Arrow)", "numpy format", arrow_items, beside="arrow"))
 if find_spec("streaming"):

@@ -2,7 +2,7 @@
 
     python tools/bench/index_only.py [--full]
 
-Each start is a process of its own, timed from after its imports, and so is
+Each start is a separate process, timed from after its imports, and so is
 its memory. Planning: growth of the peak resident set, pages of mapped files included. After the first batch: private
 memory, and apart from it the page cache that is mapped, which the kernel hands out in 2 MiB pages where it has them,
 however little of one is read. Figures are medians.

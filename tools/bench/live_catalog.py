@@ -1,4 +1,4 @@
-"""A finished catalog read as a stream, beside the same shards as a static dataset, and beside scattering from rank 0.
+"""A finished catalog read as a stream, compared with a static dataset of its shards and with scattering from rank 0.
 
 python tools/bench/live_catalog.py [--full]
 """

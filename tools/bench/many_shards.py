@@ -1,8 +1,8 @@
-"""A dataset of thousands of shards beside one shard of the same size, under tight limits of files and maps.
+"""A dataset of thousands of shards compared with one shard of the same size, under tight limits of files and maps.
 
     python tools/bench/many_shards.py [--full]
 
-Makes the data once in a temporary folder (200 KB a shard) and measures in a process of its own that may open 256
+Makes the data once in a temporary folder (200 KB a shard) and measures in a separate process that may open 256
 descriptors and counts its maps of shard files after every step. All sides are warm, each has been read once, and run in
 turn; figures are medians by the clock.
 """
@@ -82,10 +82,10 @@ class Watch:
 
 
 class Found(NamedTuple):
-    """What the process under the limits found."""
+    """The measurements of the process under the limits."""
 
     opening: list[list[float]]  # seconds of every round, for each of ``OPENINGS``
-    pickled: int  # bytes beside the paths
+    pickled: int  # bytes without the paths
     # Microseconds of every round, for each of ``ACCESSES`` a list with each of ``SIDES``.
     access: list[list[list[float]]]
     rss: list[int]  # bytes that each side holds

@@ -1,4 +1,4 @@
-"""How benches measure: in turns, in processes of their own, from files that are in the page cache or not."""
+"""How benches measure: in turns, in separate processes, from files that are in the page cache or not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Time(NamedTuple):
 
 
 def timed(work: Callable[[], Any]) -> Time:
-    """Of one call, garbage of others collected before it."""
+    """Time one call, after collecting garbage."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -39,7 +39,7 @@ def timed(work: Callable[[], Any]) -> Time:
 
 
 def processed(work: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
-    """What a call returned, and its processor seconds."""
+    """Return the result of a call, and its processor seconds."""
     begin = time.process_time()
     result = work(*arguments, **options)
     return result, time.process_time() - begin
@@ -71,7 +71,7 @@ def medians(times: Iterable[Sequence[Time]]) -> list[Time]:
 
 
 def in_turns(works: Mapping[K, Callable[[int], T]], rounds: int) -> dict[K, list[T]]:
-    """What each work gives in every round, of which it is told the number; they take turns."""
+    """Run all works in turn, round by round, each with the number of the round. Return their results."""
     found: dict[K, list[T]] = {name: [] for name in works}
     for number in range(rounds):
         for name, work in works.items():
@@ -80,7 +80,7 @@ def in_turns(works: Mapping[K, Callable[[int], T]], rounds: int) -> dict[K, list
 
 
 def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns in a process that has imported that and nothing else."""
+    """Return the result of a function, run in a process that has imported only its module."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -94,16 +94,16 @@ def indexed_dataset() -> Any:
 
 
 def memory(field: str, process: int | str = "self", file: str = "status") -> int:
-    """Bytes that Linux counts of a process, such as ``VmRSS``, or ``RssAnon``: what it holds beside mapped files.
+    """Bytes that Linux counts of a process, such as ``VmRSS``, or ``RssAnon`` (all except mapped files).
 
-    Of ``smaps_rollup`` all fields that begin so, such as ``Pss:`` or ``Private``.
+    In ``smaps_rollup``, sum all fields with this prefix, such as ``Pss:`` or ``Private``.
     """
     with open(f"/proc/{process}/{file}") as lines:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def reset_peak() -> None:
-    """Let ``VmHWM`` of this process begin anew, at what is resident now."""
+    """Reset ``VmHWM`` of this process to its resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

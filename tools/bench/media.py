@@ -1,9 +1,9 @@
-"""Conversations with images to packs, and one pack read alone: ``python tools/bench/media.py``.
+"""Conversations with images to packs, and a read of a single pack: ``python tools/bench/media.py``.
 
-Half as many JPEG files as conversations are generated, each of which two conversations show, by a path. The processor
-is LLaVA's, built from its configuration: 576 positions for each image. Packing images on disk exists nowhere else, so
-the job stands beside what packing at run time pays in every epoch for the same rows: transformers' processor. One pack
-with its images, of which nothing is in the page cache, is read beside MDS and beside an index of tar files.
+Half as many JPEG files as conversations are generated; two conversations refer to each file by path. The processor is
+LLaVA's, built from its configuration, with 576 positions per image. No other tool packs images on disk, so the job is
+compared with the cost of packing at run time in every epoch: transformers' processor on the same rows. One pack with
+its images is read with a cold page cache and compared with MDS and with an index of tar files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {"ours": "`Shard`", "mds": "mosaicml-streaming (MDS), `LocalDataset`", "
 
 
 def write_processor(folder: Path) -> None:
-    """LLaVA's processor, of which nothing has to be downloaded."""
+    """Write LLaVA's processor, without a download."""
     from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_TOKENIZER)
@@ -119,7 +119,7 @@ def peak_of_job(folder: Path, rows: int, workers: int) -> tuple[float, int, int]
 
 
 def seconds_of_processor(folder: Path, rows: int) -> float:
-    """What transformers' processor takes for rows, decoding their images; its import does not count."""
+    """Return the seconds of transformers' processor for rows, image decoding included and import excluded."""
     from transformers import AutoProcessor
 
     kind: Any = AutoProcessor

@@ -105,12 +105,12 @@ class Finished:
     finish: peers.Finish
 
     def __call__(self, batch: MediaBatch) -> dict[str, Any]:
-        """What is added to the batch."""
+        """Return the tensors to add to the batch."""
         return self.finish([item.data for item in batch.items])
 
 
 def steps(stage: Stage, folder: Path) -> tuple[MediaStep, peers.Finish]:
-    """What makes a form of images: our media step, and what all other ways call."""
+    """Return our media step for a form of images, and the function that all other ways call."""
     if stage == "files":
         return keep_items, peers.Files()
     if stage == "pixels":
@@ -218,7 +218,7 @@ def waits(batches: Iterable[Any], count: int, step_ms: float) -> list[float]:
 
 
 class Found(NamedTuple):
-    """Of a way with or without workers: milliseconds per batch of each round, and the waits of each round."""
+    """One way with or without workers: milliseconds per batch of each round, and the waits of each round."""
 
     took: list[float]
     waited: list[list[float]]

@@ -1,4 +1,4 @@
-"""What ``media_training.py`` compares with: other stores of the same packs with their images."""
+"""Other stores of the same packs with their images, for ``media_training.py``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Files:
     """Hands out encoded files as they are."""
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
-        """What a batch has of its images."""
+        """Return the images of a batch."""
         return {"images": images}
 
 
@@ -60,7 +60,7 @@ class Pixels:
     """Decodes files, unless the store has done that."""
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
-        """What a batch has of its images."""
+        """Return the images of a batch."""
         arrays = [image if isinstance(image, np.ndarray) else decoded(image) for image in images]
         # Tensors, because workers hand these over in shared memory, and arrays through a pipe.
         return {"images": [torch.from_numpy(array) for array in arrays]}
@@ -76,7 +76,7 @@ class Tensors:
         self._processor = kind.from_pretrained(folder)
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
-        """What a batch has of its images."""
+        """Return the images of a batch."""
         arrays = [image if isinstance(image, np.ndarray) else decoded(image) for image in images]
         return dict(self._processor(images=arrays, return_tensors="pt", input_data_format="channels_last"))
 
@@ -101,9 +101,9 @@ class Store(NamedTuple):
 
     Attributes:
         name: in the tables.
-        files: what lies on disk.
-        open: makes the data set, of which ``ds[i]`` is a row or ``ds.__getitems__(list)`` several; one that is
-            iterated chooses its own order.
+        files: the files on disk.
+        open: makes the data set: ``ds[i]`` is a row, ``ds.__getitems__(list)`` several rows. An iterable data set
+            chooses its own order.
     """
 
     name: str

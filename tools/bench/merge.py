@@ -1,9 +1,9 @@
-"""Merging and splitting shards beside Megatron's add_index and plain cat.
+"""Merging and splitting shards compared with Megatron's add_index and plain cat.
 
     python tools/bench/merge.py [--full]
 
-Sources lie in the page cache. Each way of merging runs in a process of its own, so
-that its memory can be told: growth of the peak resident set over imports. Figures are medians.
+Sources are in the page cache. Each way of merging runs in a separate process, so
+that its memory can be measured: growth of the peak resident set over imports. Figures are medians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 SHARDS = 8
-SHAPES = ((2500, 4096), (100_000, 64))  # packs a shard, tokens a pack
+SHAPES = ((2500, 4096), (100_000, 64))  # packs per shard, tokens per pack
 STOCK = "Megatron's `add_index`: tokens and index only"
 CAT = "`cat` of the four data files: no valid index"
 
@@ -78,7 +78,7 @@ def with_cat(sources: list[str], output: str) -> None:
 
 
 def with_split(sources: list[str], output: str) -> None:
-    """Of one merged shard, which ``sources`` holds."""
+    """Split the one merged shard in ``sources``."""
     split(sources[0], output, SplitSize(shards=SHARDS), durable=False)
 
 

@@ -1,4 +1,4 @@
-"""Packing beside its peers: packs, time, mixing, on five shapes and on random ones.
+"""Packing compared with its peers: packs, time and mixing, on five distributions and on random ones.
 
     python tools/bench/packing.py [--full]
 
@@ -49,7 +49,7 @@ def shapes(count: int, random: np.random.Generator) -> Iterator[tuple[str, Lengt
 
 
 def random_shape(random: np.random.Generator) -> tuple[Lengths, int]:
-    """A capacity, 1 to 60 sequences a pack, and one of six families of lengths."""
+    """Return lengths of one of six families and a capacity, with 1 to 60 sequences per pack."""
     count = int(np.exp(random.uniform(np.log(300), np.log(1e5))))
     capacity = int(random.choice([512, 2048, 4096, 8192, 32768]))
     mean = max(1.0, capacity / float(np.exp(random.uniform(0, np.log(60)))))
@@ -113,8 +113,8 @@ def binpacking_windows(lengths: Lengths, capacity: int) -> Packed:
 def trl(lengths: Lengths, capacity: int) -> Packed:
     """TRL's best fit on an Arrow table, less its copies of tokens, which are not packing.
 
-    Its module sees compute functions of which ``filter`` (all pass) and ``take`` (the order is noted)
-    do not move any tokens, and a column whose tokens are nulls.
+    Its module gets replaced compute functions, and a column whose tokens are nulls: ``filter`` (all pass) and ``take``
+    (which records the order) move no tokens.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -194,7 +194,7 @@ class Run(NamedTuple):
 
 
 def packers(count: int, full: bool) -> dict[str, Callable[[Lengths, int], Packed]]:
-    """Those that are run on so many lengths."""
+    """Return the packers that are run on this many lengths."""
     methods = METHODS if full or count <= MANY else ("auto", "best-fit")
     peers = {name: run for name, (run, board, most) in PEERS.items() if count <= (most if full else board)}
     return {**{f"**{method}**": ours(method) for method in methods}, **peers}
@@ -283,7 +283,7 @@ def streams(bench: Bench, count: int) -> None:
 
 
 def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
-    """The largest size beside lightbinpack, a line and two dots for each shape."""
+    """Report the largest size compared with lightbinpack, a line and two dots for each shape."""
     of = {(run.shape, run.packer): run for run in runs}
     marks = []
     for shape in dict.fromkeys(run.shape for run in runs):

@@ -1,7 +1,7 @@
 """Plots as SVG, drawn by hand: dots with the range of their rounds.
 
 They are read on white, which they bring along, so that a dark page does not swallow them. Ours is blue and filled,
-others are orange and hollow: two colours that everybody can tell apart, and two shapes.
+others are orange and hollow: two colours that all readers can distinguish, and two shapes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Shuffled batches from an object store: Megatron's two stock ways beside ours.
+"""Shuffled batches from an object store: Megatron's two stock ways compared with ours.
 
     python tools/bench/remote.py [--full]
 
 The stores run on this machine: OpenStack Swift with s3api (see tests/cloud/swift_server.py; where it cannot be started
 nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is added by a
-proxy, which also counts. Each way runs in a process of its own for some seconds, in turns. Training needs tokens and
-masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx beside the mask, or the
-tokens alone, which a run that masks nothing could do.
+proxy, which also counts. Each way runs in a separate process for some seconds, in turns. Training needs tokens and
+masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx next to the mask, or only
+the tokens, which is enough for a run without masks.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def our_reader(way: Way, cache: str) -> Read:
 
 
 def measure(way: Way, packs: int, seconds: float, environment: dict[str, str], counts: Any, answers: Any) -> None:
-    """Read for some seconds; in a process of its own. Sends samples, seconds, requests, bytes and peak memory."""
+    """Read for some seconds; in a separate process. Sends samples, seconds, requests, bytes and peak memory."""
     os.environ.update(environment)
     with tempfile.TemporaryDirectory() as cache:
         read = (our_reader if way.kind.startswith("ours") else stock_reader)(way, cache)
@@ -143,7 +143,7 @@ def measure(way: Way, packs: int, seconds: float, environment: dict[str, str], c
 
 
 class Run(NamedTuple):
-    """What one way did in one round: samples a second, requests a batch, bytes fetched over used, peak memory."""
+    """One way in one round: samples per second, requests per batch, bytes fetched over bytes used, peak memory."""
 
     rate: float
     requests: float
@@ -185,7 +185,7 @@ def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 last = (log.read_text(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
                 not_run(f"OpenStack Swift does not start: {last}")
             environment = dict(line.split("=", 1) for line in lines)
-            # In a process of its own: forks of one with clients and threads are no place to measure.
+            # In a separate process: forks of a process with clients and threads distort measurements.
             upload = multiprocessing.get_context("spawn").Process(target=put, args=(prefix, environment))
             upload.start()
             upload.join()
@@ -248,7 +248,7 @@ def row(runs: list[Run]) -> list[str]:
 
 
 def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -> None:
-    """Our way by s3:// beside the better stock way, with masks and without."""
+    """Report our way by s3:// compared with the faster stock way, with and without masks."""
     rates = {way: [run.rate for run in runs] for way, runs in found.items()}
     for masks, read in ((True, "tokens and masks"), (False, "tokens alone")):
         stock = [way for way in WAYS if way.masks == masks and not way.kind.startswith("ours")]

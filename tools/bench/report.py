@@ -1,6 +1,6 @@
-"""What a bench hands to the board: its tables, its headlines and its plots.
+"""The results of a bench for the board: tables, headlines and plots.
 
-A bench is a function that says what it found to a ``Bench``, and is given to ``run_bench``::
+A bench is a function that adds its results to a ``Bench``. It is passed to ``run_bench``::
 
     def report(bench: Bench, folder: Path, options: Namespace) -> None:
         bench.section("Opening")
@@ -8,7 +8,7 @@ A bench is a function that says what it found to a ``Bench``, and is given to ``
         bench.headline("open", "opening a shard", [0.51, 0.52], "ms", peer="IndexedDataset", theirs=[0.50, 0.50])
 
     sizes = {"packs": (20_000, 50_000, "packs that are read")}
-    run_bench("Shards beside Megatron's", ("megatron-core",), report, sizes, rounds=(3, 9))
+    run_bench("Shards compared with Megatron's", ("megatron-core",), report, sizes, rounds=(3, 9))
 
 which in ``shard.py`` leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and plots.
 """
@@ -79,13 +79,13 @@ def quantity(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """One figure that may be quoted, beside that of a peer from the same run or alone."""
+    """One figure that can be quoted, with or without the figure of a peer from the same run."""
 
     key: str  # by which README's blocks name it
     what: str  # was measured
     ours: float  # median of the rounds
     unit: str  # of both figures
-    peer: str = ""  # who else was measured; empty where nobody
+    peer: str = ""  # the peer that was measured, if any
     theirs: float | None = None  # median of the same rounds
     # How many times better ours is (above 1: faster, or less); median of the ratios of single rounds.
     ratio: float | None = None
@@ -107,13 +107,13 @@ class Headline:
         }
 
     def row(self) -> tuple[str, ...]:
-        """Of the table of headlines."""
+        """Return the row of this headline in the table of headlines."""
         words = self.words()
         return tuple(words[part] for part in ("what", "ours", "peer", "theirs", "ratio", "spread"))
 
 
 class Bench:
-    """What one bench found.
+    """The results of one bench.
 
     Args:
         name: of the script, and of what it writes.
@@ -168,9 +168,9 @@ class Bench:
         Args:
             key: unique in this bench.
             what: was measured.
-            ours: one value a round.
+            ours: one value per round.
             unit: of the values.
-            peer: what is beside it.
+            peer: the peer that it is compared with.
             theirs: its values of the same rounds; or one value.
             more: whether more is better, as of rates; else less is.
             short: whether the short table has it.
@@ -238,7 +238,7 @@ Size = tuple[Any, Any, str]
 
 
 def parse(documentation: str | None, sizes: Mapping[str, Size]) -> argparse.Namespace:
-    """What the command line says: every size is an option, and ``--full`` sets those that are not given.
+    """Parse the command line: every size is an option, and ``--full`` sets the sizes that are not given.
 
     Args:
         documentation: of the module.
@@ -265,12 +265,12 @@ def run_bench(
     sizes: Mapping[str, Size],
     rounds: tuple[int, int] | None = None,
 ) -> None:
-    """What the script that is run does: ``work`` measures in a folder of its own and says what it found.
+    """Run a bench script: ``work`` measures in its own folder and adds its results.
 
     Args:
         title: in the reports.
         peers: distributions whose versions are noted.
-        work: told the sizes of this run.
+        work: called with the bench, a folder and the sizes of this run.
         sizes: by name.
         rounds: how often things are measured, for the board and with ``--full``; a size too.
     """

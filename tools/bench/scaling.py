@@ -1,8 +1,8 @@
-"""What preprocessing costs by stage, and how two processors compare with one: ``python tools/bench/scaling.py``.
+"""The cost of preprocessing by stage, and two processors compared with one: ``python tools/bench/scaling.py``.
 
 Stages are run one after another in this process with the functions that the engines call, and counted in seconds of
 processor time, which other work on the machine changes little. Then whole runs of both engines with one and two
-workers, in turns, each in processes of its own; medians of their wall times. All runs must give the same bytes.
+workers, in turns, each in separate processes; medians of their wall times. All runs must give the same bytes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
 
 
 def driver_rows() -> Iterator[list[object]]:
-    """Seconds and memory of the one step that nobody shares."""
+    """Yield seconds and memory of the one step that is not parallel."""
     for count in (250_000, 1_000_000, 4_000_000):
         lengths = np.random.default_rng(1).lognormal(6.2, 0.9, count).astype(np.int64).clip(8, CAPACITY)
         reset_peak()
@@ -202,7 +202,7 @@ def report_stages(bench: Bench, folder: Path) -> None:
 
 
 def for_a_billion(bench: Bench, stages: dict[str, Stage], millions: float, times: float) -> None:
-    """What a million tokens cost, and what a billion chats would on a thousand cores: slopes, drawn out."""
+    """Report the cost of a million tokens, and extrapolate it to a billion chats on a thousand cores."""
     cores = 1000
     encode, gather = stages["render and tokenise"], stages["gather tokens and write shards"]
     read, write = stages["read and fingerprint"], stages["write parts"]

@@ -1,9 +1,9 @@
-"""What stands between a reader of objects and a disk: a server of ranges, and a link that takes its time.
+"""The parts between a reader of objects and a disk: a server of byte ranges, and a link with latency.
 
 OpenStack Swift on the machine that also trains takes some 10 ms of processor time a request, so with it a bench of many
 requests measures Swift. ``range_server`` is the least that S3 clients read from, HEAD and ranges of files in a folder
-for whoever asks, and takes well under one: it shows what the readers themselves can do. ``slow_link`` is a TCP proxy
-that holds every request back, and counts requests and bytes.
+without authentication, and takes well under one: it shows the speed of the readers themselves. ``slow_link`` is a TCP
+proxy that holds every request back, and counts requests and bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 @contextmanager
 def _served(serve: Callable[..., None], *arguments: Any) -> Iterator[int]:
-    """A server in a process of its own, which is told where to say on which port it listens; its port."""
+    """Start a server in a separate process, which reports the port that it listens on. Return the port."""
     context = multiprocessing.get_context("spawn")
     listening = context.Queue()
     process = context.Process(target=serve, args=(*arguments, listening), daemon=True)

@@ -1,9 +1,9 @@
-"""Writing, reading and opening shards beside Megatron's own IndexedDataset, on this machine.
+"""Writing, reading and opening shards compared with Megatron's own IndexedDataset, on this machine.
 
     python tools/bench/shard.py [--full]
 
-Both sides run in turn, in the same process or in processes of their own that are started the same way; figures are
-medians. Processor time is given beside wall time: a busy machine changes the second.
+Both sides run in turn, in the same process or in separate processes that are started the same way; figures are
+medians. Processor time is given next to wall time, because a busy machine changes the latter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Chats to ids and masks, beside transformers: ``python tools/bench/tokenising.py``.
+"""Chats to ids and masks, compared with transformers: ``python tools/bench/tokenising.py``.
 
-Every contestant runs in a process of its own, warms up on some chats and is timed on others; rounds take
+Every contestant runs in a separate process, warms up on some chats and is timed on others; rounds take
 turns, and the table holds medians. All of them must give the same ids and masks, which is checked. Chats and
 tokenizer are made on the spot from a seed.
 """
@@ -197,7 +197,7 @@ OURS = list(CONTESTANTS)[2:4]
 
 
 def work(name: str, folder: str, warm: list[Any], timed: list[Any]) -> tuple[float, int, str, str | None]:
-    """In a process of its own: seconds, tokens, and the hashes of ids and masks that one contestant gives."""
+    """Run in a separate process: return seconds, tokens, and the hashes of one contestant's ids and masks."""
     make, rendered, every_core = CONTESTANTS[name]
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if every_core else "false"

@@ -1,11 +1,11 @@
-"""``verify --full`` beside plain checksumming of the same bytes with the xxhash package.
+"""``verify --full`` compared with plain checksumming of the same bytes with the xxhash package.
 
     python tools/bench/verify.py [--full]
 
 Both sides run in turn, in one process, over files in the page cache; figures are
 medians. Checksumming is xxh3_128 over the five files, read with readinto in buffers of the size given: what a tool such
 as xxhsum does, in one thread. Verifying reads tokens in a second one: where a core is free that saves time, not cpu.
-Heap is the growth of the peak of private memory, in a process of its own.
+Heap is the growth of the peak of private memory, in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_sft_idx.layout import ShardPaths
 
 @dataclass(frozen=True)
 class Kind:
-    """What a shard holds: packs of equal length, made of sequences of equal length."""
+    """The content of a shard: packs of equal length, made of sequences of equal length."""
 
     key: str
     name: str

@@ -1,9 +1,9 @@
 """Chats to data on disk that can be trained on, the whole job: ``python tools/bench/whole_job.py``.
 
-The same chats, tokenizer and template for all, two processes each, every run a command of its own, in turns; wall time
-from its start to its end. Beside us: ``datasets.map`` with transformers' template, TRL's ``pack_dataset`` and
-``save_to_disk``; and Megatron-Bridge's own preparation to packed Parquet, in the environment that `make test-megatron`
-has for it, or in that of ``--bridge-python``. Where there is none, that one is left out.
+All use the same chats, tokenizer and template and two processes. Every run is its own command; the commands take turns,
+and wall time is measured. The peers are ``datasets.map`` with transformers' template, TRL's ``pack_dataset`` and
+``save_to_disk``; and Megatron-Bridge's own preparation to packed Parquet, in the environment of `make test-megatron` or
+of ``--bridge-python``. Without such an environment, Bridge is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Done(NamedTuple):
     trained: int
 
 
-# ---- the peers, each in a process of its own; what is counted comes after the clock has stopped ----
+# ---- the peers, each in a separate process; counting starts after the clock has stopped ----
 
 
 def by_trl(folder: Path) -> None:
@@ -121,7 +121,7 @@ def run_ours(folder: Path) -> Done:
 
 
 def run_peer(folder: Path, name: str, python: object = sys.executable) -> Done:
-    """A peer's run, and what lies in its table then."""
+    """Run a peer, and count the content of its table."""
     seconds = timed_run([python, __file__, "--worker", name, folder])
     if name == "trl":
         from datasets import load_from_disk

@@ -28,7 +28,7 @@ PAGE = "demo-out/chats.html"
 
 
 def main() -> None:
-    """Run the steps, each of which prints what it does; exit with 1 if one fails."""
+    """Run all steps. Each prints its work; exit with 1 if one fails."""
     os.chdir(Path(__file__).parents[2])
     Path(PREFIX).parent.mkdir(exist_ok=True)
     run(
