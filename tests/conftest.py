@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import re
 import signal
@@ -71,6 +72,39 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     _skip_if_missing(report, str(item.path), call.excinfo and call.excinfo.value)
     return report
+
+
+def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
+    """Name and value of each parameter of a test."""
+    callspec = getattr(item, "callspec", None)
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
+
+
+def _sample(items: Sequence[pytest.Item], count: int) -> Iterator[pytest.Item]:
+    """Yield `count` of `items`: whichever has the most values that no earlier one has; else by a hash of its name."""
+    left = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+    parameters = {item.nodeid: _parameters(item) for item in left}
+    seen = set[tuple[str, str]]()
+    for _ in range(min(count, len(left))):
+        best = max(left, key=lambda item: len(parameters[item.nodeid] - seen))
+        left.remove(best)
+        seen |= parameters[best.nodeid]
+        yield best
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked ``sample(count)``, all but `count` cases are slow: make test-slow runs the whole matrix."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("sample")
+        kept = {item.nodeid for item in _sample(cases, marker.args[0])} if marker else set()
+        for item in cases:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 _LEFT_OUT = pytest.StashKey[int]()
