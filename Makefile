@@ -36,7 +36,7 @@ test: $(VENV)/built  ## the test suite; what it skips it names at the end
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/built  ## the longer checks that test leaves out, and whole what it takes a sample of
-	@$(BIN)/python -m pytest -m '(slow or sample) and not cloud'
+	@$(BIN)/python -m pytest -m '(slow or sample or examples) and not cloud'
 	@$(BIN)/python tests/matrix.py base
 	@$(BIN)/python tests/matrix.py megatron
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shard import shard_set
@@ -30,10 +30,15 @@ def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
 
 
+# Importing hundreds of modules makes much and leaves little garbage.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,11 +97,24 @@ def _sample(items: Sequence[pytest.Item], count: int) -> Iterator[pytest.Item]:
         yield best
 
 
+def _with_fewer_examples(whole: settings) -> settings:
+    """A quarter of the examples of a property test, but 15 or all it has."""
+    return settings(whole, max_examples=max(min(whole.max_examples, 15), whole.max_examples // 4))
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a test marked ``sample(count)``, all but `count` cases are slow: make test-slow runs the whole matrix."""
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Of a test marked ``sample(count)``, all but `count` cases are slow; and property tests have fewer examples.
+
+    make test-slow runs both whole.
+    """
     matrices: dict[str, list[pytest.Item]] = {}
+    properties = set()
     for item in items:
+        function = getattr(item, "function", None)
+        if is_hypothesis_test(function):
+            item.add_marker(pytest.mark.examples)
+            properties.add(function)
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in matrices.values():
@@ -105,6 +123,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         for item in cases:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.slow)
+    if "not slow" in config.option.markexpr and "HYPOTHESIS_PROFILE" not in os.environ:
+        for function in properties:
+            # Where a decorated function has its settings; hypothesis has no public name for it.
+            whole = function._hypothesis_internal_use_settings
+            function._hypothesis_internal_use_settings = _with_fewer_examples(whole)
 
 
 _LEFT_OUT = pytest.StashKey[int]()

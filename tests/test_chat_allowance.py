@@ -178,6 +178,7 @@ def conversation(count: int, characters: int, letter: str) -> list[dict[str, obj
     ]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("count", "characters"), [(2, 500_000), (100, 10_000), (2000, 500), (20_000, 50)])
 @pytest.mark.parametrize("name", STYLES)
 def test_ordinary_templates_keep_their_allowance(name: str, count: int, characters: int) -> None:
