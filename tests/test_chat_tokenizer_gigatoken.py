@@ -381,6 +381,7 @@ def numbered(folder: Path, answers: Mapping[int, str], *, rows: int = 2000, more
     return chats.write_rows(folder / "rows.jsonl", lines)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("wrong_at_times")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

@@ -161,7 +161,10 @@ def test_a_rank_that_ends_with_an_error_takes_what_it_started_along(data: Path, 
 # ---- output ----
 
 
-@pytest.mark.parametrize("streams", ["2>&1 | head -1", ">&- 2>&-", ">/dev/full"])
+@pytest.mark.parametrize(
+    "streams",
+    ["2>&1 | head -1", *(pytest.param(streams, marks=pytest.mark.slow) for streams in (">&- 2>&-", ">/dev/full"))],
+)
 def test_training_goes_on_and_saves_where_nobody_takes_its_output(streams: str, data: Path, tmp_path: Path) -> None:
     given = options(data, "--save", tmp_path / "checkpoints")
     command = f'"$@" {streams}; exit ${{PIPESTATUS[0]}}'
@@ -193,7 +196,7 @@ def test_without_the_name_of_the_latest_checkpoint_the_newest_whole_one_is_conti
     assert (checkpoints / LATEST).read_text() == "5"
 
 
-@pytest.mark.parametrize("option", ["--save", "--load"])
+@pytest.mark.parametrize("option", ["--save", pytest.param("--load", marks=pytest.mark.slow)])
 def test_checkpoints_of_which_none_is_whole_are_refused(option: str, data: Path, checkpoints: Path) -> None:
     (checkpoints / LATEST).unlink()
     for path in checkpoints.glob(f"*/{LAST_FILE}"):
