@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+from sampling import sample, with_fewer_examples
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shard import shard_set
@@ -79,29 +79,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
-    """Name and value of each parameter of a test."""
-    callspec = getattr(item, "callspec", None)
-    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
-
-
-def _sample(items: Sequence[pytest.Item], count: int) -> Iterator[pytest.Item]:
-    """Yield `count` of `items`: whichever has the most values that no earlier one has; else by a hash of its name."""
-    left = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-    parameters = {item.nodeid: _parameters(item) for item in left}
-    seen = set[tuple[str, str]]()
-    for _ in range(min(count, len(left))):
-        best = max(left, key=lambda item: len(parameters[item.nodeid] - seen))
-        left.remove(best)
-        seen |= parameters[best.nodeid]
-        yield best
-
-
-def _with_fewer_examples(whole: settings) -> settings:
-    """A quarter of the examples of a property test, but 15 or all it has."""
-    return settings(whole, max_examples=max(min(whole.max_examples, 15), whole.max_examples // 4))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Of a test marked ``sample(count)``, all but `count` cases are slow; and property tests have fewer examples.
@@ -119,15 +96,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in matrices.values():
         marker = cases[0].get_closest_marker("sample")
-        kept = {item.nodeid for item in _sample(cases, marker.args[0])} if marker else set()
+        kept = {item.nodeid for item in sample(cases, marker.args[0])} if marker else set()
         for item in cases:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.slow)
-    if "not slow" in config.option.markexpr and "HYPOTHESIS_PROFILE" not in os.environ:
+    asked_for_slow = re.search(r"(?<!not )\bslow\b", config.option.markexpr)
+    if not asked_for_slow and "HYPOTHESIS_PROFILE" not in os.environ:
         for function in properties:
             # Where a decorated function has its settings; hypothesis has no public name for it.
             whole = function._hypothesis_internal_use_settings
-            function._hypothesis_internal_use_settings = _with_fewer_examples(whole)
+            function._hypothesis_internal_use_settings = with_fewer_examples(whole)
 
 
 _LEFT_OUT = pytest.StashKey[int]()
