@@ -328,7 +328,7 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
-        (["--data-path", "nowhere"], 1, r"pretrain_sft.py: error: nowhere.*"),
+        pytest.param(["--data-path", "nowhere"], 1, r"pretrain_sft.py: error: nowhere.*", marks=pytest.mark.slow),
         pytest.param(
             ["--vocab-size", "128"],
             1,
@@ -341,12 +341,7 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
             r"pretrain_sft.py: error: global batch size 3 is no multiple .*; make it one.*",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ["--split", "abc"],
-            1,
-            r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1",
-            marks=pytest.mark.slow,
-        ),
+        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1"),
         pytest.param(
             ["--num-attention-heads", "7"],
             2,

@@ -80,6 +80,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
     """And so do processes that they have started, as Megatron does for checkpoints."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

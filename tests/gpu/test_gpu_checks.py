@@ -31,6 +31,7 @@ def setting(tmp_path: Path) -> checks.Setting:
     return checks.Setting(True, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_what_it_skips() -> None:
     done = subprocess.run(
         [sys.executable, checks.__file__], env=CPU, capture_output=True, text=True, timeout=300, check=False
