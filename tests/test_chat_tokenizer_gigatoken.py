@@ -435,6 +435,7 @@ def test_a_row_of_several_spans_is_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("wrong_at_times")
 @pytest.mark.parametrize("is_piped", [False, True])
 def test_produce_compares_the_first_rows_of_its_first_file(tmp_path: Path, is_piped: bool) -> None:
