@@ -33,11 +33,12 @@ format: $(VENV)/built  ## let ruff rewrite the sources
 # Two processes, each with whole files, because modules share what is slow to make. More would not fit where memory
 # is small: some tests start separate processes, and most of those import torch. One thread of torch's in each, as
 # both cores are taken; and files in their own order, since those with few tests, which go last else, are among the longest.
+# Bytecode is written even where the environment says otherwise: hundreds of processes would compile the package again.
 test: $(VENV)/built  ## the test suite; what it skips it names at the end
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(VENV)/built  ## the longer checks that test leaves out
-	@$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/built  ## the longer checks that test leaves out, and whole what it takes a sample of
+	@$(BIN)/python -m pytest -m '(slow or sample or examples) and not cloud'
 	@$(BIN)/python tests/matrix.py base
 	@$(BIN)/python tests/matrix.py megatron
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+from sampling import sample, with_fewer_examples
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shard import shard_set
@@ -29,10 +30,15 @@ def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
 
 
+# Importing hundreds of modules makes much and leaves little garbage.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +77,35 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     _skip_if_missing(report, str(item.path), call.excinfo and call.excinfo.value)
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Of a test marked ``sample(count)``, all but `count` cases are slow; and property tests have fewer examples.
+
+    make test-slow runs both whole.
+    """
+    matrices: dict[str, list[pytest.Item]] = {}
+    properties = set()
+    for item in items:
+        function = getattr(item, "function", None)
+        if is_hypothesis_test(function):
+            item.add_marker(pytest.mark.examples)
+            properties.add(function)
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("sample")
+        kept = {item.nodeid for item in sample(cases, marker.args[0])} if marker else set()
+        for item in cases:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
+    asked_for_slow = re.search(r"(?<!not )\bslow\b", config.option.markexpr)
+    if not asked_for_slow and "HYPOTHESIS_PROFILE" not in os.environ:
+        for function in properties:
+            # Where a decorated function has its settings; hypothesis has no public name for it.
+            whole = function._hypothesis_internal_use_settings
+            function._hypothesis_internal_use_settings = with_fewer_examples(whole)
 
 
 _LEFT_OUT = pytest.StashKey[int]()

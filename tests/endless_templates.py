@@ -1,8 +1,9 @@
 """Chat templates that try to hold or to take too much, and a run of all of them that measures each.
 
-``python endless_templates.py`` renders them one after the other, with at most 1 GiB of address space beyond what the
-process begins with, and prints one JSON object a line: name, seconds, peak in MiB beyond the beginning, the error's
-type and words. ``python endless_templates.py multiplying`` does so for every filter and method with large arguments.
+``python endless_templates.py endless 30`` renders 30 of them, always the same ones, one after the other, with at most
+1 GiB of address space beyond what the process begins with, and prints one JSON object a line: name, seconds, peak in
+MiB beyond the beginning, the error's type and words. ``python endless_templates.py multiplying 300`` does so for
+filters and methods with large arguments.
 """
 
 # ruff: noqa: E501 - templates, one a line
@@ -10,6 +11,7 @@ type and words. ``python endless_templates.py multiplying`` does so for every fi
 from __future__ import annotations
 
 import json
+import random
 import resource
 import sys
 import time
@@ -195,6 +197,15 @@ MULTIPLYING = {
 }
 """Each filter of Jinja, and each method of a string, with arguments that may multiply or take long."""
 
+
+FAMILIES = {"endless": ENDLESS, "multiplying": MULTIPLYING}
+
+
+def drawn(family: str, count: int) -> dict[str, str]:
+    """Some templates of a family, always the same ones."""
+    return dict(random.Random(0).sample(list(FAMILIES[family].items()), count))
+
+
 PAIR = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "words"}], [1.0, 1.0])
 
 
@@ -209,13 +220,17 @@ def main() -> None:
     limit = (_status("VmSize") << 10) + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     options = MaskOptions(template_date="2025-01-31")
-    multiplying = sys.argv[1:] == ["multiplying"]
-    for name, source in (MULTIPLYING if multiplying else ENDLESS).items():
+    family, count = sys.argv[1], int(sys.argv[2])
+    for name, source in drawn(family, count).items():
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
         before, start = _status("VmRSS"), time.perf_counter()
         try:
             template = ChatTemplate(source, options=options, name="t.jinja")
-            says = template._template.plain({"messages": PAIR.messages}) if multiplying else template.render(PAIR).text
+            says = (
+                template.render(PAIR).text
+                if family == "endless"
+                else template._template.plain({"messages": PAIR.messages})
+            )
             kind = "rendered"
         except Exception as error:
             kind, says = type(error).__name__, str(error)

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], list[float]]] = {
 }
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_end_of_document_is_trained_where_a_sequence_ends_in_a_trained_answer(

@@ -104,7 +104,7 @@ def killed_states(folder: Path, *, replaces: bool) -> Iterator[tuple[int, bool]]
 
 @pytest.mark.parametrize("finisher", FINISHERS)
 @pytest.mark.parametrize("replaces", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_build_and_its_recovery_may_be_killed_at_any_step(
     tmp_path: Path, replaces: bool, finisher: str, stride: int
 ) -> None:
@@ -526,9 +526,10 @@ def found_by_glob(folder: Path) -> set[str]:
     return found
 
 
-def test_of_several_outputs_old_and_new_are_never_seen_together(tmp_path: Path, sources: Path) -> None:
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_of_several_outputs_old_and_new_are_never_seen_together(tmp_path: Path, sources: Path, stride: int) -> None:
     states, counts = [], []
-    for step in itertools.count():
+    for step in itertools.count(0, stride):
         folder = tmp_path / str(step)
         split(sources / "old", folder / "x", SplitSize(shards=3), durable=False)
         if not killed_at(step, lambda folder=folder: split_anew(sources, folder, durable=True)):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chats import preprocess
-from endless_templates import ENDLESS
+from endless_templates import ENDLESS, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_styles import CHATML, SPECIAL, STYLES, TOOLS, call, make, said, talk, turns, user
@@ -25,15 +25,15 @@ PAIR = talk(user("question"), said("words of mine"))
 HERE = Path(__file__).parent
 
 
-def test_endless_templates_are_refused_in_little_memory() -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(len(ENDLESS), marks=pytest.mark.slow)])
+def test_endless_templates_are_refused_in_little_memory(count: int) -> None:
     # The child limits its own address space; what goes beyond is a MemoryError, whose words are others.
-    run = subprocess.run(
-        [sys.executable, HERE / "endless_templates.py"], capture_output=True, text=True, timeout=550, check=False
-    )
+    command = [sys.executable, HERE / "endless_templates.py", "endless", str(count)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert run.returncode == 0, run.stderr
     found = {one["name"]: one for one in map(json.loads, run.stdout.splitlines())}
-    assert found.keys() == ENDLESS.keys()
-    assert len(found) >= 100
+    assert found.keys() == drawn("endless", count).keys()
+    assert len(ENDLESS) >= 100
     for name, one in found.items():
         assert one["kind"] == "_Runaway", (name, one)
         assert one["says"].startswith("conversation: t.jinja: line "), (name, one)
@@ -178,6 +178,7 @@ def conversation(count: int, characters: int, letter: str) -> list[dict[str, obj
     ]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("count", "characters"), [(2, 500_000), (100, 10_000), (2000, 500), (20_000, 50)])
 @pytest.mark.parametrize("name", STYLES)
 def test_ordinary_templates_keep_their_allowance(name: str, count: int, characters: int) -> None:

@@ -69,7 +69,10 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
         return shown(error)
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
+# What is endless runs for seconds, each of a dozen times.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "endless")) for name in BAD_ROWS]
+)
 @pytest.mark.parametrize("options", [{}, {"earlier_reasoning": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
 def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: dict[str, str]) -> None:
     source, bad, _ = BAD_ROWS[name]

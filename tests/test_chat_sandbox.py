@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from endless_templates import MULTIPLYING
+from endless_templates import MULTIPLYING, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
@@ -280,17 +280,13 @@ def test_comparisons_are_those_of_plain_jinja(operands: list[Any], operators: li
 # ---- paid for before anything large is made ----
 
 
-def test_no_argument_makes_a_template_take_much() -> None:
-    run = subprocess.run(
-        [sys.executable, HERE / "endless_templates.py", "multiplying"],
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+@pytest.mark.parametrize("count", [300, pytest.param(len(MULTIPLYING), marks=pytest.mark.slow)])
+def test_no_argument_makes_a_template_take_much(count: int) -> None:
+    command = [sys.executable, HERE / "endless_templates.py", "multiplying", str(count)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert run.returncode == 0, run.stderr
     found = {one["name"]: one for one in map(json.loads, run.stdout.splitlines())}
-    assert found.keys() == MULTIPLYING.keys()
+    assert found.keys() == drawn("multiplying", count).keys()
     for name, one in found.items():
         assert one["mib"] < 600, (name, one)
         assert one["seconds"] < 20, (name, one)

@@ -220,6 +220,7 @@ def columns_of(kind: str) -> dict[str, pa.Array]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_that_nobody_needs_change_nothing(kind: str, tmp_path: Path) -> None:
     plain = pa.table({"messages": pa.array(chats())})
@@ -318,6 +319,7 @@ def test_a_field_that_is_needed_is_read_or_refused_by_name(place: str, tmp_path:
             assert "\n" not in str(outcomes[0])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["timestamp ns", "timestamp of Mars", "decimal128", "binary", "typed JSON"])
 def test_an_error_names_file_row_and_field(name: str, kind: str, tmp_path: Path) -> None:
@@ -340,6 +342,7 @@ def test_an_error_names_file_row_and_field(name: str, kind: str, tmp_path: Path)
     assert f"skipped       {2 - (name == 'typed JSON')}" in skipped.out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_of_messages_that_no_template_writes_change_nothing(kind: str, tmp_path: Path) -> None:
     assert run(tmp_path / "plain", write(tmp_path / "in", kind, pa.table(answers()))).code == 0
@@ -440,6 +443,7 @@ def test_typed_json_is_known_by_the_metadata_of_its_field(tmp_path: Path) -> Non
         assert values[0].field == text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_datasets_make_the_text_of_their_json_lines(kind: str, tmp_path: Path) -> None:
     """The same rows with typed JSON, and as transformers takes them."""
@@ -510,6 +514,7 @@ def called(chance: random.Random, share: float = 0.5) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nulls_that_fill_missing_keys_change_no_text_and_are_counted(kind: str, tmp_path: Path) -> None:
     chance = random.Random(2)

@@ -105,12 +105,13 @@ def conversations(draw: st.DrawFn, style: Style) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in STYLES if name not in ("brackets", "next tag")])
-def test_any_conversation_is_learnt_exactly(name: str) -> None:
+def test_any_conversation_is_learnt_exactly(name: str, examples: int) -> None:
     style = STYLES[name]
     template = make(style.source, allow_control_tokens=True, earlier_reasoning="drop")
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     @given(conversations(style))
     def check(messages: list[dict[str, Any]]) -> None:
         rendered = template.render(Conversation(messages, [1.0] * len(messages)))

@@ -381,6 +381,7 @@ def numbered(folder: Path, answers: Mapping[int, str], *, rows: int = 2000, more
     return chats.write_rows(folder / "rows.jsonl", lines)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("wrong_at_times")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -434,6 +435,7 @@ def test_a_row_of_several_spans_is_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("wrong_at_times")
 @pytest.mark.parametrize("is_piped", [False, True])
 def test_produce_compares_the_first_rows_of_its_first_file(tmp_path: Path, is_piped: bool) -> None:

@@ -76,6 +76,7 @@ def check_all(out: Any, rows: list[Rendered], encoded: list[Encoded]) -> None:
     assert 0 < trained < sum(len(e.input_ids) for e in encoded)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", zoo.KINDS)
 def test_every_kind_agrees(tmp_path: Path, kind: str, template: str) -> None:

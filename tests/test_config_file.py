@@ -148,10 +148,11 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
     return values if kind == 6 else {str(number): value for number, value in enumerate(values)}
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", verbs())
-def test_what_is_printed_is_read_as_the_same_run(verb: str, here: Path) -> None:
+def test_what_is_printed_is_read_as_the_same_run(verb: str, here: Path, times: int) -> None:
     # Every verb has the mechanism; most options are those of preprocess.
-    for seed in range(25 if verb == "preprocess" else 8):
+    for seed in range(times * (8 if verb == "preprocess" else 2)):
         words = random_words(verb, random.Random(seed))
         shown = command(verb, "--print-config", *words)
         assert (shown.code, shown.err) == (0, ""), words

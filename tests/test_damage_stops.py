@@ -105,6 +105,7 @@ def test_an_undamaged_shard_passes(recipe, source, tmp_path):
     assert appeared
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("suffix", FILES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_damaged_shard_stops(recipe, suffix, source, tmp_path):

@@ -63,6 +63,7 @@ def all_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("given", "by_command"),
     [

@@ -26,6 +26,7 @@ def url(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> str:
     return serve_folder(world.here / "bucket", tmp_path / "msc.json", monkeypatch)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 @pytest.mark.parametrize("text", TO_A_BUCKET)
 def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[str, ...]) -> None:

@@ -61,6 +61,7 @@ def require_safe(out: str) -> None:
         assert not UNSAFE.search(line), repr(line)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("text", RECIPES)
 def test_names_that_are_hostile_change_no_line_count(world: World, text: str) -> None:
     for hostile, calm in zip(runs(world, text, EVIL), runs(world, text, CALM), strict=True):

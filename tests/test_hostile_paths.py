@@ -66,6 +66,7 @@ def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path:
     assert not missing, f"{verb}: mark {missing} in a recipe in hostile.py, or name it in WORDS if it is no path"
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("text", RECIPES)
 def test_nothing_of_a_stranger_is_changed(world: World, text: str) -> None:
     count, complaints = run_cells(world, table(world, Recipe(text), all_of_them=False))
@@ -100,6 +101,7 @@ LOOKALIKES = {
 WRITING = [text for text in RECIPES if "[" in text and "[lost]" not in text]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("text", WRITING)
 def test_what_only_looks_like_an_older_result_is_not_replaced(world: World, text: str) -> None:
     recipe = Recipe(text)
@@ -116,6 +118,7 @@ def test_what_only_looks_like_an_older_result_is_not_replaced(world: World, text
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("text", [text for text in WRITING if not text.startswith("produce")])
 def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, text: str) -> None:
     """A link, a pipe or a folder at one of its names, or one file more in a folder: refused, and all of it stays."""
@@ -143,6 +146,7 @@ def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, tex
     assert not complaints, "\n".join(complaints[:40])
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("text", WRITING)
 def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> None:
     """Where the result would be, or what a run always writes in its folder: found by the inode, and said of both."""

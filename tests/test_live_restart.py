@@ -66,7 +66,7 @@ def rows_of(folder: Path, diary: str, ranks: int, steps: int | None = None) -> l
     return [row for of_rank in lines for line in of_rank for row in json.loads(line)]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> None:
     feed = Feed(tmp_path)
     feed.add(range(CHATS), last=True)
@@ -93,6 +93,7 @@ def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> No
     assert len(list((tmp_path / "chunks").glob("shard-*.seq.idx"))) <= least, "the others are freed"
 
 
+@pytest.mark.slow
 def test_too_few_shards_ahead_are_refused_at_the_start(tmp_path: Path) -> None:
     make_catalog(tmp_path / "chunks", [3, 3, 3], ended=False, max_ahead_shards=1)
     command = [sys.executable, str(ROOT / "tools/pretrain_sft.py"), *options(tmp_path, 2, "--vocab-size", 2048)]

@@ -247,6 +247,7 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
                 next(batches)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_where_the_producer_waits_for_a_commit_consumers_know(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def content(path: Path) -> object:
 # ---- conversions ----
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
 @pytest.mark.parametrize("to", ["npy", "pbin", "memmap", "jsonl-chunks", "save_to_disk"])
 def test_a_conversion_killed_at_any_step_is_taken_over(tmp_path: Path, to: str, overwrite: bool) -> None:

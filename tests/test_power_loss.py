@@ -56,6 +56,7 @@ def split_over(root: Path, sources: Path, write: Write) -> None:
     split(sources / "a", root / "x", SplitSize(shards=3), overwrite=True)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("write", [write, write_shown])
 @pytest.mark.parametrize("work", [build, overwrite, merge_over, split_over])
 @pytest.mark.parametrize("way_on", ["the same again", "rebuild"])

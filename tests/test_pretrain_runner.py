@@ -80,6 +80,7 @@ def test_the_script_runs_with_its_own_megatron_and_our_data_sets(checkout: Path)
     assert others == "besides config gpt step 7"
 
 
+@pytest.mark.slow
 def test_the_provider_is_replaced_whatever_its_name_and_place(checkout: Path) -> None:
     run = ran(checkout / "other_name.py")
     assert run.returncode == 0, run.stderr

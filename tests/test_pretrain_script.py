@@ -328,21 +328,33 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
-        (["--data-path", "nowhere"], 1, r"pretrain_sft.py: error: nowhere.*"),
-        (
+        pytest.param(["--data-path", "nowhere"], 1, r"pretrain_sft.py: error: nowhere.*", marks=pytest.mark.slow),
+        pytest.param(
             ["--vocab-size", "128"],
             1,
             r"pretrain_sft.py: error: --vocab-size 128: the data's tokenizer has 2000 tokens.*",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["--global-batch-size", "3"],
             1,
             r"pretrain_sft.py: error: global batch size 3 is no multiple .*; make it one.*",
+            marks=pytest.mark.slow,
         ),
         (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1"),
-        (["--num-attention-heads", "7"], 2, r"pretrain_sft.py: error: --hidden-size \d+ is no multiple of --num-.*"),
+        pytest.param(
+            ["--num-attention-heads", "7"],
+            2,
+            r"pretrain_sft.py: error: --hidden-size \d+ is no multiple of --num-.*",
+            marks=pytest.mark.slow,
+        ),
         (["--micro-batch-size", "0"], 2, r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*"),
-        (["--load", "nowhere"], 2, r"pretrain_sft.py: error: --load nowhere: no checkpoint is here.*"),
+        pytest.param(
+            ["--load", "nowhere"],
+            2,
+            r"pretrain_sft.py: error: --load nowhere: no checkpoint is here.*",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_errors_are_one_line(more: list[str], code: int, line: str, data: Path) -> None:

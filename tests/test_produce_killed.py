@@ -38,8 +38,9 @@ def catalog(tmp_path) -> Path:
     return tmp_path / "catalog"
 
 
-def test_killed_at_any_step_of_what_changes_the_folder(production, tmp_path):
-    for step in range(0, 600, 37):
+@pytest.mark.parametrize("stride", [111, pytest.param(37, marks=pytest.mark.slow)])
+def test_killed_at_any_step_of_what_changes_the_folder(production, tmp_path, stride):
+    for step in range(0, 600, stride):
         at = tmp_path / str(step)
         if not killed_at(step, lambda at=at: production.run(at)):
             break
@@ -48,9 +49,10 @@ def test_killed_at_any_step_of_what_changes_the_folder(production, tmp_path):
     assert step > 100
 
 
+@pytest.mark.parametrize("stride", [166, pytest.param(83, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", ["--watch", "-"])
-def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source):
-    for step in range(5, 600, 83):
+def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source, stride):
+    for step in range(5, 600, stride):
         at = tmp_path / str(step)
         if not killed_at(step, lambda at=at: production.run(at, source)):
             break
@@ -59,10 +61,11 @@ def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source):
     assert step > 100
 
 
-def test_killed_while_it_removes_what_is_completed(production, tmp_path):
+@pytest.mark.parametrize("stride", [183, pytest.param(61, marks=pytest.mark.slow)])
+def test_killed_while_it_removes_what_is_completed(production, tmp_path, stride):
     """Nothing is removed that is not counted: the shards that are gone are neither made again nor skipped."""
     last = state_of(production.folder / "calm")
-    for step in range(20, 600, 61):
+    for step in range(20, 600, stride):
         at = tmp_path / str(step)
         acknowledge(at, 10**6)
         if not killed_at(step, lambda at=at: production.run(at, "--input", "--keep-recent", 0)):

@@ -66,6 +66,7 @@ def test_the_readme_can_be_pasted_from_top_to_bottom(after_the_readme: tuple[Pat
     assert_ignored(folder)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if any(block.kind in RUN for block in BLOCKS[page])])
 def test_a_page_can_be_pasted_from_top_to_bottom(page: str, after_the_readme: tuple[Path, list[str]]) -> None:
     folder, _ = after_the_readme

@@ -39,6 +39,7 @@ def break_index(path: Path, how: str) -> None:
         path.write_bytes(b"\xff" * 40 + raw[40:-9])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("broken", ALL_LOSSES)
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str], how: str) -> None:

@@ -115,6 +115,7 @@ def as_without(world: World, calm: dict[str, Left], text: str) -> Left:
     return calm[text]
 
 
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("state", ["closed", "full", "gone"])
 @pytest.mark.parametrize("text", [*WRITING, *SHOWING, *FAILING])
 def test_stderr_never_fails_a_run(world: World, calm: dict[str, Left], text: str, state: str) -> None:
@@ -125,6 +126,7 @@ def test_stderr_never_fails_a_run(world: World, calm: dict[str, Left], text: str
         assert found.out == wanted.out
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("state", ["closed", "full", "gone"])
 @pytest.mark.parametrize("text", WRITING)
 def test_a_run_that_writes_files_does_not_fail_for_stdout(
@@ -146,6 +148,7 @@ def test_what_cannot_be_shown_is_an_error_where_showing_is_the_purpose(world: Wo
     assert (found.code, found.err, found.made) == (1, "", {})
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("text", WRITING)
 def test_no_stream_at_all(world: World, calm: dict[str, Left], text: str) -> None:
     """As under a daemon: the numbers of the three closed descriptors are given to no file of the run."""

@@ -237,7 +237,7 @@ def test_packs_that_train_nothing_are_warned_about(tmp_path: Path, caplog: pytes
     assert "rows of 32 are 28% full" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"index_only_packing": True}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"index_only_packing": True}, marks=pytest.mark.slow)])
 def test_it_pickles_light_and_is_read_without_megatron(tmp_path: Path, prefix: str, options: Any) -> None:
     config = config_of(prefix, "1,1,0", path_to_cache=str(tmp_path), **options)
     train, valid, _ = build(config, (90, 30, 0))

@@ -103,7 +103,7 @@ def test_packs_made_at_start_up(places: tuple[Path, str]) -> None:
         assert same(remote.assemble(batch), local.assemble(batch))
 
 
-@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_data_loader_gives_it_too(places: tuple[Path, str], method: str | None) -> None:
     folder, url = places
     assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)

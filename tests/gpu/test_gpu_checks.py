@@ -31,6 +31,7 @@ def setting(tmp_path: Path) -> checks.Setting:
     return checks.Setting(True, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_what_it_skips() -> None:
     done = subprocess.run(
         [sys.executable, checks.__file__], env=CPU, capture_output=True, text=True, timeout=300, check=False
@@ -43,7 +44,18 @@ def test_without_a_gpu_it_says_what_it_skips() -> None:
     ]
 
 
-@pytest.mark.parametrize("check", [check for check in checks.CHECKS if check.rehearsed], ids=lambda check: check.name)
+# Three ranks that import Megatron; and training that is timed, where any time is good.
+SLOW = ("data parallel", "step time")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=[pytest.mark.slow] * (check.name in SLOW), id=check.name)
+        for check in checks.CHECKS
+        if check.rehearsed
+    ],
+)
 def test_what_a_cpu_can_run_of_a_check_holds(check: checks.Check, setting: checks.Setting) -> None:
     rows = list(check.run(setting))
     print(checks.table(rows))

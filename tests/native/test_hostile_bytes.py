@@ -12,7 +12,7 @@ from corrupt_copies import main as use_copies
 from fuzz.targets import CORPUS, TARGETS, load
 
 SANITIZED = "SFT_IDX_NATIVE_FOLDER" in os.environ
-MUTATIONS = 3000 if SANITIZED else 400
+MUTATIONS = 3000 if SANITIZED else 80
 
 
 def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
@@ -34,12 +34,13 @@ def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.parametrize("count", [MUTATIONS, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TARGETS)
-def test_mutated_inputs(name: str) -> None:
+def test_mutated_inputs(name: str, count: int) -> None:
     run = load(name)
     seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     rng = np.random.default_rng(len(name))
-    for _ in range(MUTATIONS):
+    for _ in range(count):
         data = mutated(seeds, rng)[: TARGETS[name].max_nbytes]
         try:
             run(data)
