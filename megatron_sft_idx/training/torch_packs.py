@@ -316,9 +316,9 @@ def as_torch(
     """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
 
     In every layout a token attends only to its own sequence, and the loss that a model returns is the mean over the
-    tokens that our masks train on. Models with layers other than attention, such as linear attention or Mamba, need the
-    layout ``padded``: in a row with several sequences these layers would carry their state from one to the next. Checksums
-    are not compared: run ``verify --full`` before a long training.
+    tokens that our masks train on. Models with layers other than attention, such as linear attention or Mamba, need
+    the layout ``padded``: in a row with several sequences these layers would carry their state from one to the next.
+    Checksums are not compared: run ``verify --full`` before a long training.
 
     Args:
         source: what ``open_dataset`` takes, or what it returned; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a
