@@ -46,7 +46,7 @@ class MemoryShards(LiveShards):
     def count(self, number: int) -> int | None:
         return self.counts[number] if number < len(self.counts) else None
 
-    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = (), *, allow_media: bool = False) -> OpenPacks:
         raise NotImplementedError("there is nothing in it")
 
 

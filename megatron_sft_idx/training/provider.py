@@ -36,6 +36,7 @@ from megatron_sft_idx.training.megatron_arguments import (
     require_whole_rows,
     sharing_ranks,
 )
+from megatron_sft_idx.training.rows import MediaCosts
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 
 logger = get_logger(__name__)
@@ -44,7 +45,6 @@ _SPLITS = ("train", "valid", "test")
 # Options of the provider in addition to columns and media: fields of the configuration without a Megatron argument.
 _OPTIONS = (
     *("index_only_packing", "packing_method", "max_sequences_per_pack", "padding_mask", "pad_id", "plan_cache"),
-    "media_costs",
 )
 
 
@@ -55,6 +55,7 @@ def train_valid_test_datasets_provider(
     args: Namespace | None = None,
     columns: Sequence[str] = (),
     media: MediaStep | None = None,
+    media_costs: MediaCosts | None = None,
     ignore_media: bool = False,
     **options: Any,
 ) -> list[Any]:
@@ -67,11 +68,11 @@ def train_valid_test_datasets_provider(
         columns: names of the columns to return with each row.
         media: makes model inputs from the images and audio of each batch, which are added to the batch:
             ``training.media.MediaInputs``.
+        media_costs: the work of the model's encoders; see ``PackedSFTDatasetConfig``.
         ignore_media: train on shards with images and audio as if their placeholder tokens were text. Not needed if the
             script adds ``--ignore-media`` to Megatron's arguments.
         options: other fields of ``PackedSFTDatasetConfig`` without a Megatron argument: ``index_only_packing``,
-            ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``,
-            ``media_costs``.
+            ``packing_method``, ``max_sequences_per_pack``, ``padding_mask``, ``pad_id``, ``plan_cache``.
 
     Raises:
         FormatError: arguments or shards cannot be used for training; raised on every rank.
@@ -87,6 +88,7 @@ def train_valid_test_datasets_provider(
         **options,
         "columns": tuple(columns),
         "media": media,
+        "media_costs": media_costs,
         "single_sequences": is_scheduled(args),
         "tokenizer_fingerprint": _tokenizer_fingerprint(args),
         "vocab_size": getattr(args, "padded_vocab_size", None),
