@@ -75,7 +75,8 @@ def ids_of(chunks: LiveChunks, number: int) -> list[int]:
     found = []
     for pack in range(opened.num_packs):
         assert opened.load is not None
-        ((_, bounds, _, total), (tokens, mask)), _ = opened.load(np.array([pack]))
+        loaded, _ = opened.load(np.array([pack]))
+        (_, bounds, _, total), (tokens, mask) = loaded.pack_index, loaded.arrays
         assert len(tokens) == len(mask) == bounds[-1] == total
         found.append(int(tokens[0]))
     return found
