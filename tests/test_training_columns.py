@@ -379,7 +379,7 @@ def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
         loader = DataLoader(blended.datasets[0], batch_size=4, num_workers=1, collate_fn=whole_batch)
         for name, tensor in next(iter(loader)).items():
             assert torch.equal(tensor, torch.stack([blended.datasets[0][i][name] for i in range(4)]))
-    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler hands on none"):
+    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler hands on tokens"):
         config_of(paths[0], sequence_length=CAPACITY, columns=("source",), single_sequences=True)
     with unchecked():
         write_columned(tmp_path / "y", numbered_samples(3), {"source": ColumnSpec("sequence", "u4")}, capacity=CAPACITY)

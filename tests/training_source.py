@@ -26,6 +26,7 @@ class StoredRows:
         self.sequence_multiple = sequence_multiple
         self.pad_id = pad_id
         self.columns: dict[str, Any] = {}
+        self.media_prefix: str | None = None
         self.fingerprint = "".join(shard.shard_id.hex() for shard in shards)
         self.firsts = np.cumsum([0, *(header.num_packs for header in headers)])
 
@@ -49,6 +50,9 @@ class StoredRows:
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         files = self.shards[shard].files
         return files.tokens[:], files.loss[:]
+
+    def items(self, shard: int) -> None:
+        """No images or audio."""
 
 
 def random_samples(count: int, capacity: int, rng: np.random.Generator, weights: bool = False) -> list[Sample]:
