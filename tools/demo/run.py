@@ -36,7 +36,7 @@ def main() -> None:
         *("preprocess", "--input", CHATS, "--tokenizer", TOKENIZER, "--seq-length", "1024", "--output-prefix", PREFIX),
         *("--earlier-reasoning", "drop", "--overwrite"),
     )
-    print("\nThe five files of the shard:")
+    print("\nThe five files of the shard, and a column with the input line of each sequence:")
     for path in sorted(Path(PREFIX).parent.glob(f"{Path(PREFIX).name}.*")):
         if path.suffix != ".html":
             print(f"  {path.stat().st_size:>9,} bytes  {path}")
