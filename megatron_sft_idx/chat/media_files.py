@@ -223,6 +223,12 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
         raise RowError(f"no recording that can be decoded: {_reason(error)}") from None
 
 
+def samples_at(size: tuple[int, int], rate: int) -> int:
+    """Return the number of samples of a recording (samples, rate) at another rate."""
+    samples, given = size
+    return samples if given == rate else -(-samples * rate // given)
+
+
 def decoded_image(data: bytes | memoryview, limits: MediaLimits | None = None) -> Any:
     """Return a pillow image in RGB, rotated to upright according to its EXIF data, like transformers.
 
@@ -246,7 +252,7 @@ def decoded_recording(data: bytes | memoryview, rate: int, limits: MediaLimits |
         channels = sound.read(dtype="float32", always_2d=True).T
     samples = channels.mean(axis=0) if len(channels) > 1 else channels[0]
     if given != rate:
-        wanted = -(-len(samples) * rate // given)
+        wanted = samples_at((len(samples), given), rate)
         samples = _module("soxr").resample(samples, given, rate, quality="soxr_hq")
         samples = np.pad(samples, (0, max(0, wanted - len(samples))))[:wanted]
     return np.ascontiguousarray(samples, np.float32)

@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.media_files import MISSING, LoadedMedia
+from megatron_sft_idx.chat.media_files import MISSING, LoadedMedia, samples_at
 from megatron_sft_idx.chat.tokenizer import Tokenizer
 from megatron_sft_idx.chat.types import Rendered, RowError, Span
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.media_layout import Kind
+from megatron_sft_idx.layout.media_layout import KINDS, Kind
 
 # Files of a folder that determine the behaviour of a processor, in addition to those of its tokenizer.
 _FILES: Final = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")
@@ -76,19 +76,10 @@ class MediaProcessor:
             import transformers
         except ImportError as error:
             raise FormatError(f"--processor needs transformers and pillow: {MISSING} ({error})") from None
-        try:
-            load: Any = transformers.AutoProcessor.from_pretrained
-            self._processor: Any = load(folder, local_files_only=True)
-        except Exception as error:  # errors of its own code
-            raise FormatError(f"{folder}: transformers makes no processor of it: {brief(str(error))}") from None
+        self._processor: Any = load_from_folder("processor", transformers.AutoProcessor, folder)
         template = getattr(self._processor, "chat_template", None)
         self.chat_template: str | None = template if isinstance(template, str) else None
-        self.tokens: dict[Kind, str] = {}
-        names: tuple[tuple[Kind, str], ...] = (("image", "image_token"), ("audio", "audio_token"))
-        for kind, name in names:
-            token = getattr(self._processor, name, None)
-            if isinstance(token, str) and token:
-                self.tokens[kind] = token
+        self.tokens = placeholders_of(self._processor)
         if not self.tokens:
             raise FormatError(f"{folder}: a processor without placeholders, {self._name}")
         for kind, token in self.tokens.items():
@@ -220,12 +211,7 @@ class MediaProcessor:
     @property
     def sampling_rate(self) -> int:
         """The sampling rate of the recordings that it accepts."""
-        return int(self._extractor.sampling_rate)
-
-    @property
-    def _extractor(self) -> Any:
-        names = ("audio_processor", "feature_extractor")
-        return next(getattr(self._processor, name) for name in names if hasattr(self._processor, name))
+        return int(audio_part(self._processor).sampling_rate)
 
     def expand(self, rendered: Rendered, media: Sequence[LoadedMedia]) -> tuple[Rendered, list[PlacedItem]]:
         """Replace the placeholders in a rendered text. Return it with the characters of each image and recording.
@@ -274,7 +260,7 @@ class MediaProcessor:
 
     def _cuts(self, size: tuple[int, int]) -> bool:
         """Return whether the processor truncates a recording, like Whisper's after 30 seconds."""
-        most = getattr(self._extractor, "n_samples", None)
+        most = getattr(audio_part(self._processor), "n_samples", None)
         return most is not None and samples_at(size, self.sampling_rate) > most
 
     def is_in(self, rendered: Rendered) -> bool:
@@ -292,6 +278,34 @@ class MediaProcessor:
         """Return the placeholders written by the template. One in the words of the data stays text."""
         found = [match.span() for match in self._pattern.finditer(rendered.text)]
         return [(a, b) for a, b in found if not any(a < stop and b > start for start, stop in rendered.literals)]
+
+
+def load_from_folder(what: str, loader: Any, folder: str) -> Any:
+    """Load a processor or a configuration with transformers.
+
+    Args:
+        what: its kind, for the error.
+        loader: a class of transformers with ``from_pretrained``.
+        folder: the local folder to load it from.
+
+    FormatError: transformers cannot load it.
+    """
+    try:
+        return loader.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # errors of its own code
+        raise FormatError(f"{folder}: transformers makes no {what} of it: {brief(str(error))}") from None
+
+
+def placeholders_of(processor: Any) -> dict[Kind, str]:
+    """Return the placeholder token of each kind of media that a processor replaces in texts."""
+    tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+    return {kind: token for kind, token in tokens.items() if isinstance(token, str) and token}
+
+
+def audio_part(processor: Any) -> Any:
+    """Return the part of a processor that reads recordings."""
+    names = ("audio_processor", "feature_extractor")
+    return next(getattr(processor, name) for name in names if hasattr(processor, name))
 
 
 def _shown(kind: Kind, size: tuple[int, int]) -> str:
@@ -327,12 +341,6 @@ def _around(span: Span, items: Sequence[PlacedItem]) -> list[Span]:
             pieces.append(span._replace(start=start, stop=item.start))
         start = item.stop
     return [*pieces, span._replace(start=start)] if start < span.stop else pieces
-
-
-def samples_at(size: tuple[int, int], rate: int) -> int:
-    """Return the number of samples of a recording (samples, rate) at another rate."""
-    samples, given = size
-    return samples if given == rate else -(-samples * rate // given)
 
 
 def positions_of(items: Sequence[PlacedItem], numbers: NDArray[Any]) -> NDArray[np.int64]:

@@ -31,6 +31,7 @@ from torch.utils.data import get_worker_info
 
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.chat.media_files import MISSING, decoded_image, decoded_recording
+from megatron_sft_idx.chat.media_processor import audio_part, load_from_folder, placeholders_of
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
@@ -143,8 +144,8 @@ class MediaInputs(Shown):
     ``image_grid_thw``, ``input_features`` and so on. A batch without images and recordings has none of these.
 
     If the model counts positions in three dimensions (M-RoPE, as Qwen-VL does), batches also have
-    ``mrope_position_ids`` int64 [3, rows, positions]: for each sequence with images or audio what ``get_rope_index`` of
-    the model gives for that sequence alone, and the positions of the text everywhere else. ``as_torch`` puts them into
+    ``mrope_position_ids`` int64 [3, rows, positions]. In a sequence with images or audio they are the result of the
+    model's ``get_rope_index`` for this sequence, and text positions everywhere else. ``as_torch`` puts them into
     ``position_ids``.
 
     Args:
@@ -193,7 +194,7 @@ class MediaInputs(Shown):
 
     @property
     def _pool(self) -> ThreadPoolExecutor:
-        """The threads of this process: those of the process that it is a fork of do not live here."""
+        """The thread pool of this process; a fork does not inherit the threads of its parent."""
         if self._pool_of is None or self._pool_of[0] != os.getpid():
             threads = self.threads or (1 if get_worker_info() else min(os.cpu_count() or 1, _MOST_THREADS))
             self._pool_of = os.getpid(), ThreadPoolExecutor(threads, thread_name_prefix="media")
@@ -208,7 +209,7 @@ class MediaInputs(Shown):
         return made
 
     def _tensors(self, batch: MediaBatch) -> dict[str, Any]:
-        """What the processor makes of all images and recordings."""
+        """Return what the processor makes of all images and recordings in a batch, by name."""
         loaded, given = self._loaded, dict[str, Any]()
         decoded = list(self._pool.map(self._decoded, batch.items))
         for kind, name in (("image", "images"), ("audio", "audio")):
@@ -251,7 +252,7 @@ class MediaInputs(Shown):
             ) from None
 
     def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
-        """FormatError where the model would look for features at a token that is of no image or recording."""
+        """FormatError if a sequence has a placeholder token that belongs to no image or recording."""
         kinds = {
             number: kind
             for kind, placeholder in self._loaded.placeholders.items()
@@ -274,7 +275,7 @@ class MediaInputs(Shown):
                 )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
-        """FormatError where the model would find other features at an item's placeholder tokens than those of it."""
+        """FormatError if the processor makes another number of positions of an item than the shard has for it."""
         if len(replaced) != len(batch.items):
             raise FormatError(f"{self._loaded.name} replaced {len(replaced)} placeholders of {len(batch.items)}")
         for item, each in zip(batch.items, replaced, strict=True):
@@ -289,7 +290,7 @@ class MediaInputs(Shown):
                 )
 
     def _mrope(self, batch: MediaBatch, made: Mapping[str, Any]) -> Tensor:
-        """Positions in three dimensions, int64 [3, rows, positions]."""
+        """Return positions in three dimensions, int64 [3, rows, positions]."""
         positions = batch.position_ids.expand(3, *batch.position_ids.shape).clone()
         numbers = sorted({item.sequence for item in batch.items})
         places = [(int(batch.rows[n]), int(batch.starts[n]), int(batch.lengths[n])) for n in numbers]
@@ -332,7 +333,7 @@ class _Loaded(NamedTuple):
     @property
     def sampling_rate(self) -> int:
         """Samples a second of the recordings that it takes."""
-        return int(_of_audio(self.processor).sampling_rate)
+        return int(audio_part(self.processor).sampling_rate)
 
     @classmethod
     def of(cls, processor: Any, config: Any) -> _Loaded:
@@ -348,13 +349,11 @@ class _Loaded(NamedTuple):
                     " counted; pass model_config=FOLDER of the model, or its configuration"
                 )
             config = processor
-        processor = _from_folder("processor", transformers.AutoProcessor, processor)
-        config = _from_folder("configuration", transformers.AutoConfig, config)
-        placeholders: dict[Kind, str] = {}
-        kinds: tuple[Kind, ...] = ("image", "audio")
-        for kind in kinds:
-            if isinstance(token := getattr(processor, f"{kind}_token", None), str) and token:
-                placeholders[kind] = token
+        if isinstance(processor, (str, os.PathLike)):
+            processor = load_from_folder("processor", transformers.AutoProcessor, os.fspath(processor))
+        if isinstance(config, (str, os.PathLike)):
+            config = load_from_folder("configuration", transformers.AutoConfig, os.fspath(config))
+        placeholders = placeholders_of(processor)
         if not placeholders:
             raise FormatError(f"{type(processor).__name__}: takes neither images nor audio")
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
@@ -390,21 +389,6 @@ class _Loaded(NamedTuple):
             raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
         by_sequence: Tensor = found.transpose(0, 1)
         return by_sequence
-
-
-def _from_folder(what: str, loader: Any, given: Any) -> Any:
-    """What transformers makes of a folder; anything else as it is."""
-    if not isinstance(given, (str, os.PathLike)):
-        return given
-    try:
-        return loader.from_pretrained(os.fspath(given), local_files_only=True)
-    except Exception as error:  # whatever its own code raises
-        raise FormatError(f"{os.fspath(given)}: transformers makes no {what} of it: {brief(str(error))}") from None
-
-
-def _of_audio(processor: Any) -> Any:
-    names = ("audio_processor", "feature_extractor")
-    return next(getattr(processor, name) for name in names if hasattr(processor, name))
 
 
 def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, str]:
@@ -449,7 +433,7 @@ def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> Non
     """
     taken = inspect.signature(model.forward).parameters
     for kind in kinds:
-        part = getattr(processor, "image_processor", None) if kind == "image" else _of_audio(processor)
+        part = getattr(processor, "image_processor", None) if kind == "image" else audio_part(processor)
         names = getattr(part, "model_input_names", [])
         if names and not any(name in taken for name in names):
             raise FormatError(
