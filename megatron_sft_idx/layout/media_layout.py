@@ -175,9 +175,9 @@ class MediaItem:
     Example:
         >>> from megatron_sft_idx import Shard, ShardWriter
         >>> picture = MediaItem("image", start=1, length=2, data=b"the bytes of a PNG file")
-        >>> with ShardWriter("data/pictures", media=True) as writer:
+        >>> with ShardWriter("data/drawings", media=True) as writer:
         ...     writer.add_pack([5, 90, 90, 7], [0, 0, 1, 0], [0], media=[picture])  # 90: placeholder token
-        >>> Shard("data/pictures")[0]["media"]
+        >>> Shard("data/drawings")[0]["media"]
         [MediaItem(kind='image', start=1, length=2, data=23 bytes)]
     """
 
