@@ -197,7 +197,7 @@ class VerlDataset(ShardSequences):
             by this class: ``ignore_media``, and ``loss_weights`` for masks with weights. The FSDP engine multiplies the
             loss by these weights; the Megatron engine rounds them.
         processor: not used.
-        max_samples: how many sequences to use, from the first one on; -1 is all.
+        max_samples: number of sequences to use, beginning with the first one; -1 for all.
 
     Raises:
         ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
@@ -307,7 +307,7 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     """An endless stream of packs for a torchtitan data loader, with state for its checkpoints.
 
     A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. A label is the next
-    token. The padding at the end of a row is a sequence of its own: its positions count from 0 and it has no labels.
+    token. The padding at the end of a row is a separate sequence: its positions start at 0 and it has no labels.
     Each epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
 
     Args:
@@ -367,7 +367,18 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         return {"taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called. FormatError: the state has other shards or another order."""
+        """Continue at the position of a ``state_dict``. FormatError: it is of other shards or another order.
+
+        Example:
+            >>> packs = TorchtitanPacks("data/chats", 12)
+            >>> samples = iter(packs)
+            >>> first, second = next(samples), next(samples)
+            >>> state = packs.state_dict()
+            >>> resumed = TorchtitanPacks("data/chats", 12)
+            >>> resumed.load_state_dict(state)
+            >>> (next(iter(resumed))[1] == next(samples)[1]).all()
+            tensor(True)
+        """
         own = self.state_dict()
         if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
             raise FormatError(
