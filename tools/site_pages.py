@@ -1,4 +1,4 @@
-"""The pages of the documentation site: hooks that MkDocs and griffe, which reads the docstrings, call (``mkdocs.yml``).
+"""The pages of the documentation site: hooks that MkDocs calls (``mkdocs.yml``).
 
 The site has the same folders as the repository, so that the links between pages work in both without being rewritten.
 docs/README.md, the index of the documentation, is the navigation too.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import griffe
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parent.parent
 INDEX = "docs/README.md"
@@ -46,6 +46,8 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by all files of the site, under their paths in the repository."""
+    from mkdocs.structure.files import File, Files
+
     paths = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
     names = [path.relative_to(ROOT).as_posix() for path in paths]
     named = [File(name, str(ROOT), config.site_dir, config.use_directory_urls) for name in names]
@@ -55,12 +57,3 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Keep only the language after a fence: the words after it are for the tests."""
     return re.sub(r"^( *```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
-
-
-class Examples(griffe.Extension):
-    """Spell the heading of examples in docstrings as griffe knows it."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Change the docstring of a class, function or module before it is parsed."""
-        if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
