@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 INDEX = "docs/README.md"
-PATTERNS = ["*.md", "LICENSE", "docs/*.md", "docs/*.svg", "megatron_sft_idx/FORMAT.md", "tools/bench/RESULTS.md"]
+PATTERNS = [
+    "*.md",
+    "LICENSE",
+    "docs/*.md",
+    "docs/*.svg",
+    "docs/site.css",
+    "megatron_sft_idx/FORMAT.md",
+    "tools/bench/RESULTS.md",
+]
 PATTERNS += ["tools/bench/results/*.svg", "tests/prose_words.txt"]
 
 
