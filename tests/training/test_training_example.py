@@ -76,8 +76,8 @@ def test_megatron_trains_evaluates_and_saves(folder: Path, monkeypatch: pytest.M
     assert base["error"] is example["error"] is None
     assert len(base["losses"]) == 1
     assert len(example["losses"]) == STEPS
-    assert len(example["validation"]) >= 2
-    assert example["losses"][-1] < example["losses"][0] - 0.5
+    assert example["losses"][-1] < example["losses"][0] - 0.1
+    assert example["validation"][-1] < example["validation"][0] - 0.1
     assert (folder / "checkpoints/sft/latest_checkpointed_iteration.txt").read_text() == str(STEPS)
 
 
