@@ -129,9 +129,9 @@ class ShardSequences(Shown, Dataset[Any]):
         ignore_media: allow shards with images or audio; their placeholder tokens then count as ordinary tokens.
 
     Raises:
-        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels; or they
-            hold images or audio and ``ignore_media`` is not set. Reading an item also raises if its mask has weights
-            and ``loss_weights`` is not set.
+        ShardNotFoundError: there are no such shards.
+        FormatError: they hold preference pairs or KTO labels, or images or audio without ``ignore_media``. Reading an
+            item raises it if the mask has weights other than 0 and 1, without ``loss_weights``.
 
     Example:
         >>> sequences = ShardSequences("data/chats")
@@ -200,7 +200,8 @@ class VerlDataset(ShardSequences):
         max_samples: number of sequences to use, beginning with the first one; -1 for all.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also for another ``pad_mode``.
 
     Example:
         >>> ds = VerlDataset("data/chats", max_samples=10)
@@ -257,9 +258,9 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or
-            ``seq_length`` is not a multiple of ``sequence_multiple``. Reading an item also raises if its mask has
-            weights.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or ``seq_length`` is not a
+            multiple of ``sequence_multiple``. Reading an item raises it if the mask has weights other than 0 and 1.
 
     Example:
         >>> item = AutomodelPacks("data/chats", 16)[6]
@@ -319,7 +320,8 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``AutomodelPacks``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``.
 
     Example:
         >>> inputs, labels = next(iter(TorchtitanPacks("data/chats", 12)))

@@ -717,7 +717,8 @@ class LegacySource(Shown):
         pad_id: the padding id of the tokenizer, which the file does not have.
 
     Raises:
-        FormatError, SequenceError: see ``read_legacy``.
+        FormatError: the file is unreadable, or not of this format.
+        SequenceError: a pack breaks a rule.
 
     Example:
         >>> from megatron_sft_idx import LegacyPickleWriter

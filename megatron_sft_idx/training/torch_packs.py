@@ -367,7 +367,8 @@ def as_torch(
         FormatError: ``layout`` is unknown, or ``flash`` together with ``media``; a weight of a blend is not above 0;
             packs come from different tokenizers; they have preference pairs or KTO labels that the options do not
             fit; or they have images or audio, without ``media`` or ``ignore_media``.
-        ShardNotFoundError, SequenceError: see ``open_dataset``.
+        ShardNotFoundError: there is nothing at a path.
+        SequenceError: see ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
