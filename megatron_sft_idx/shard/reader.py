@@ -256,9 +256,10 @@ class Shard(Shown):
         return (self[i] for i in range(len(self)))
 
     def get(self, index: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return tokens ``[offset, offset + length)`` of a pack, or all tokens from ``offset`` on.
+        """Return tokens ``[offset, offset + length)`` of pack ``index``, or all tokens from ``offset`` on.
 
-        IndexError: the pack does not exist, or the range is not inside it.
+        Raises:
+            IndexError: the pack does not exist, or the range is not inside it.
 
         Example:
             >>> Shard("data/chats").get(6, offset=2, length=3)
@@ -305,7 +306,7 @@ class Shard(Shown):
         return start, stop
 
     def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order. Masks are label-aligned.
+        """Return ``(input_ids, loss_mask)`` of each sequence of pack ``index``, in order. Masks are label-aligned.
 
         Example:
             >>> for ids, mask in Shard("data/chats").sequences(6):
@@ -346,7 +347,11 @@ class Shard(Shown):
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
         """Ask the kernel to read packs in the background, because they will be read soon. Return at once.
 
-        Reading them in another order works too, but is slower. IndexError: a pack does not exist.
+        Args:
+            indices: numbers of the packs, in the order in which they will be read. Another order works, but is slower.
+
+        Raises:
+            IndexError: a pack does not exist.
 
         Example:
             >>> shard = Shard("data/chats", advice="random")

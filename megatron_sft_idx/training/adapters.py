@@ -163,7 +163,11 @@ class ShardSequences(Shown, Dataset[Any]):
         return self.sequence(index)
 
     def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Return ids and token-aligned mask of one sequence, counted over all packs. IndexError: it does not exist."""
+        """Return ids and token-aligned mask of sequence ``index``, counted over all packs.
+
+        Raises:
+            IndexError: the sequence does not exist.
+        """
         total = self.shards.num_sequences
         if not -total <= index < total:
             raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, the shards have {total}")

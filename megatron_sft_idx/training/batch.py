@@ -464,7 +464,12 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         *,
         masked: NDArray[np.bool_] | None = None,
     ) -> Tensors:
-        """Make a batch with one row per pack, in ``out`` or in new memory; for ``masked``, see ``fill``.
+        """Make a batch with one row per pack.
+
+        Args:
+            packs: numbers of packs in the source [B].
+            out: the buffer to write into; None for new memory.
+            masked: rows that only fill up the batch, bool [B]; their loss mask is set to 0. None if there are none.
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
