@@ -70,16 +70,12 @@ class Shard(Shown):
 
     Opening takes the same time for any number of packs: it reads the header and checks the sizes of the five files.
     ``shard[i]`` is a ``Pack`` of read-only views into the memory maps. The views stay valid after the shard object is
-    gone,
-    and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling, it
-    opens
-    its files on first use. Threads can share a shard.
+    gone, and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling,
+    it opens its files on first use. Threads can share a shard.
 
     For a shard at ``s3://`` or ``msc://``, opening fetches the index files unless the cache has them. Reading a pack
-    then
-    takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a few
-    more
-    requests, for their positions and for the encoded files of this pack only.
+    then takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a
+    few more requests, for their positions and for the encoded files of this pack only.
 
     Args:
         prefix: the path that the five files share, or ``ShardPaths`` for a shard that is not published yet.

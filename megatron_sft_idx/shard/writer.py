@@ -414,8 +414,7 @@ class ShardWriter(Shown):
         """Add all packs of another shard in bounded memory, and verify its checksums while reading.
 
         The packs are logged only after the last one is added, so that recovery after a kill takes nothing from a
-        corrupt
-        shard.
+        corrupt shard.
 
         Args:
             shard: a shard, opened with any backend.
@@ -428,6 +427,14 @@ class ShardWriter(Shown):
             CorruptShardError: its checksums do not match (F3, or C7 for a column), or see ``windows``. The build is
                 abandoned.
             SequenceError: a pack does not fit this writer's capacity or dtypes. The runs before it were added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/both") as writer:
+            ...     writer.add_shard(Shard("data/chats"))
+            ...     writer.add_pack([5, 6, 7], [1, 1, 0], [0])
+            >>> len(Shard("data/both"))
+            8
         """
         if columns is None:
             columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
@@ -486,8 +493,8 @@ class ShardWriter(Shown):
         """Check, count and hash the first packs of an interrupted build, as if they had just been added.
 
         Replays at most ``num_packs``, and stops at the first pack that breaks a rule, because its bytes did not reach
-        the
-        disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last call.
+        the disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last
+        call.
         """
         if self._media is not None:
             num_packs = self._media.whole_packs(num_packs)
