@@ -117,7 +117,7 @@
     count.textContent = searched.hidden ? "" : hits.length ? `hit ${current + 1} of ${hits.length.toLocaleString("en-US")}, in ${counted(inPacks, "pack")}` : "no hits";
   }
 
-  // The part of the window below what sticks to its top.
+  // The end of the part of the window that the search covers.
   function top() {
     return search.getBoundingClientRect().bottom;
   }
@@ -134,7 +134,7 @@
     element.closest("details").open = true;
     const box = range.getBoundingClientRect();
     if (!isInView(box)) scrollBy(0, box.top - Math.max(top(), 0.3 * innerHeight));
-    // What sticks may have moved while the page scrolled.
+    // The search may have moved while the page scrolled.
     if (range.getBoundingClientRect().top < top()) scrollBy(0, range.getBoundingClientRect().top - top() - 40);
   }
 

@@ -58,7 +58,7 @@ def test_a_logarithmic_histogram_counts_every_value_once(values: list[int]) -> N
     edges, counts = tally.logarithmic_histogram()
     assert (edges[0], edges[-1]) == (min(values), max(values) + 1)
     assert counts.tolist() == [sum(a <= value < b for value in values) for a, b in pairwise(edges)]
-    # Two classes double a value; the edges are whole numbers, so those of small values are less exact.
+    # Two classes double a value; edges are rounded to whole numbers.
     assert all(abs(after - 2 * before) <= 2 for before, after in list(zip(edges, edges[2:], strict=False))[1:])
 
 
