@@ -89,7 +89,7 @@ class Tally:
         return edges, self._counts_between(edges)
 
     def _counts_between(self, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return counts between edges, of which all except the first are multiples of ``step``."""
+        """Return counts between edges. All edges except the first must be multiples of ``step``."""
         sums = np.concatenate([[0], np.cumsum(self.counts)])
         at = np.minimum(-(-edges // self.step), len(self.counts))
         at[0] = edges[0] // self.step
