@@ -20,6 +20,7 @@ PATTERNS = [
     "*.md",
     "LICENSE",
     "docs/*.md",
+    "docs/*.png",
     "docs/*.svg",
     "docs/site.css",
     "megatron_sft_idx/FORMAT.md",
