@@ -1,4 +1,4 @@
-"""Shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later.
+"""Use shards as ``config.dataset`` of Megatron-Bridge, 0.6 or later.
 
 ``BridgePackedConfig`` is for text, ``BridgeVLMConfig`` for text with images.
 """
@@ -23,21 +23,21 @@ from megatron_sft_idx.training.vlm_batch import VLMPacks
 
 @dataclass(kw_only=True)
 class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards to train on and to validate on, as they are: ``config.dataset = BridgePackedConfig(path=..., ...)``.
+    """Shards for training and validation, without conversion: ``config.dataset = BridgePackedConfig(path=..., ...)``.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
-        validation_path: the same of those to validate on; None does not validate.
-        seq_length: positions of a row, that of the model.
-        seed: of the order in which Bridge draws packs.
-        dataloader_type: ``"batch"`` shuffles each epoch; Bridge leaves out what is left of an epoch (or of the packs
-            to validate on) behind its last whole global batch.
-        enable_offline_packing, offline_packing_specs: as Bridge's own packed data has them; by these it knows that
-            every pipeline stage needs the boundaries. They are derived.
+        validation_path: the same for validation; None does not validate.
+        seq_length: positions per row; the model's sequence length.
+        seed: seed of the order in which Bridge draws packs.
+        dataloader_type: ``"batch"`` shuffles each epoch. Bridge drops the packs at the end of an epoch, or of the
+            validation packs, that do not fill a global batch.
+        enable_offline_packing, offline_packing_specs: derived; do not set them. They have the values of Bridge's own
+            packed data, so that Bridge passes the boundaries to every pipeline stage.
 
     Raises:
-        FormatError: when Bridge builds the data sets: as ``PackedShard``; or the run has context parallelism, for which
-            sequences have to be stored with padding (``convert --pad-seq-to-mult``).
+        FormatError: raised when Bridge builds the data sets, if ``PackedShard`` rejects a shard, or if the run has
+            context parallelism. That needs sequences stored with padding (``convert --pad-seq-to-mult``).
     """
 
     path: str
@@ -72,7 +72,7 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards with images as they are, for ``megatron.bridge.training.vlm_step``.
+    """Shards with images for ``megatron.bridge.training.vlm_step``, without conversion.
 
     Pass it as ``config.dataset``. Each micro-batch is one pack, in one row of ``seq_length`` positions, so the run's
     micro-batch size must be 1.
@@ -80,20 +80,20 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
     Attributes:
         path: prefix, folder or glob of the shards to train on.
         validation_path: the same for validation; None does not validate.
-        seq_length: positions of a row, as the model has it.
+        seq_length: positions per row; the model's sequence length.
         processor: folder of the processor that the shards were made with.
         model_config: folder with the ``config.json`` of the model; None for the folder of the processor.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism. Shards need room for it (``--sequence-multiple``).
         dataloader_type: ``cyclic`` shuffles the packs in each epoch, ``single`` takes them in order. Bridge's ``batch``
-            puts a global batch through one collate call and cuts it into rows again, which packed rows cannot be.
-        seed: not used by Bridge for either of these.
+            collates a whole global batch and then cuts it into rows, which is impossible for packed rows.
+        seed: Bridge does not use it for ``cyclic`` or ``single``.
 
     Raises:
-        FormatError: when Bridge builds the data sets: ``dataloader_type`` is another one; shards hold preference pairs
-            or KTO labels, come from different tokenizers, or do not fit; ``sequence_multiple`` does not fit context
-            parallelism; or an error of ``MediaInputs``.
-        ValueError: the same: packs may not fit ``seq_length``.
+        FormatError: raised when Bridge builds the data sets, if ``dataloader_type`` has another value; shards hold
+            preference pairs or KTO labels, come from different tokenizers, or do not fit ``seq_length``;
+            ``sequence_multiple`` does not fit context parallelism; or ``MediaInputs`` fails.
+        ValueError: raised at the same time, if packs might not fit ``seq_length``.
     """
 
     path: str

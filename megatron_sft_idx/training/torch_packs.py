@@ -1,11 +1,12 @@
-"""``as_torch``: packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
+"""``as_torch``: read packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
 
-A mask of ours is aligned with labels: entry j is about predicting token j + 1. The models shift labels themselves, and
-take at token j + 1 what is to be predicted there, or -100. So labels are the ids one to the right of a mask that is
-set. The mask of a sequence's last position is 0, hence no label ever lies on the first token of the next.
+Our masks are aligned with shifted labels: entry j refers to predicting token j + 1. Models of transformers shift labels
+themselves: the label at j + 1 is the id of token j + 1, or -100. So if entry j of the mask is set, the label at j + 1
+is the id at j + 1. The mask of a sequence's last position is 0, so the first token of the next sequence never has a
+label.
 
-A model's own loss has no place for weights, and would train on rejected answers. Batches with weights or preference
-pairs therefore have no ``labels``: a loss that ignores what they hold cannot be computed by mistake.
+A model's own loss cannot use weights, and would train on rejected answers. Batches with weights or preference pairs
+therefore have no ``labels``, so that the wrong loss cannot be computed by mistake.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from megatron_sft_idx.training.sources import CARRIED_BY, blend_weights, require
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
-# What to do about a shard whose answers are judged by one of these columns.
+# The remedy in the error message for a shard with one of these columns.
 _REMEDIES = {
     "pair": "pass preferences=True and use dpo_loss (docs/preferences.md)",
     "label": "use BatchAssembler with columns=['label'] and a loss that takes it (docs/preferences.md)",
@@ -55,28 +56,28 @@ _REMEDIES = {
 
 
 class Packs(Protocol):
-    """Anything with packs by number: ``open_dataset``'s, a ``Shard``, a ``SFTIndexedDataset``."""
+    """A sequence of packs, such as a ``Shard``, an ``SFTIndexedDataset`` or the result of ``open_dataset``."""
 
     def __len__(self) -> int:
-        """How many packs there are."""
+        """Return the number of packs."""
         ...
 
     def __getitem__(self, index: int, /) -> Pack:
-        """One pack."""
+        """Return one pack."""
         ...
 
 
-# Paths or packs, and a blend of these: a list with a weight in front of each.
+# Paths or packs, each after its weight.
 Blend: TypeAlias = Sequence[float | str | os.PathLike[str] | Packs]
-# A blend holds the order of its packs, 12 bytes each; making it takes three times as many.
+# A blend keeps the order of its packs in memory, 12 bytes per pack; creating it takes three times as much.
 _MOST_PACKS = 10**8
 
 
 class TorchPack(Mapping[str, Any]):
     """The tensors of one pack, by name, and its images and audio.
 
-    It is a mapping and not a ``dict``, so it reaches ``collate`` whole: from each dict the ``Trainer`` of transformers
-    removes the keys that the model's ``forward`` has no argument for, such as the boundaries of sequences.
+    It is a mapping but not a ``dict``, so that ``collate`` gets all of it. From a dict, the ``Trainer`` of transformers
+    removes keys that are not arguments of the model's ``forward``, such as the boundaries of sequences.
     """
 
     __slots__ = ("_tensors",)
@@ -102,17 +103,17 @@ class TorchPack(Mapping[str, Any]):
 
 
 class WeightedPacks(Shown):
-    """Packs of several data sets in proportion to weights, spread evenly, in an order without randomness.
+    """Packs of several data sets in proportion to weights, spread evenly, in a deterministic order.
 
     Args:
         members: the data sets.
-        weights: one for each, above 0; their scale does not matter.
-        num_packs: how many packs there are. None is the smallest number by which every pack of every member comes at
-            least once; members with fewer packs than their share start over.
+        weights: one per member, above 0; their scale does not matter.
+        num_packs: number of packs. None is the smallest number with which every pack of every member occurs at least
+            once; members with fewer packs than their share are repeated.
 
     Raises:
-        FormatError: a weight is not a number above 0, ``num_packs`` is below 1 or above 10^8, as it may be where it is
-            None and weights differ very much, or a member has no packs.
+        FormatError: a weight is not a number above 0; ``num_packs`` is below 1 or above 10^8, which can also happen if
+            it is None and weights differ very much; or a member has no packs.
     """
 
     def __init__(self, members: Sequence[Packs], weights: Sequence[float], num_packs: int | None = None) -> None:
@@ -123,7 +124,7 @@ class WeightedPacks(Shown):
         self.members, self._shares = members, np.array(weights, np.float64) / math.fsum(weights)
         sizes = np.array([len(member) for member in members])
         if num_packs is None:
-            with np.errstate(divide="ignore", over="ignore"):  # a share may be as good as none
+            with np.errstate(divide="ignore", over="ignore"):  # a share can be almost 0
                 each = sizes / self._shares
             if (needed := float(each.max()) * (1 - 1e-12)) > _MOST_PACKS:
                 raise FormatError(
@@ -156,11 +157,11 @@ class WeightedPacks(Shown):
 
 
 class TorchPacks(Shown, Dataset[TorchPack]):
-    """Packs as mappings of tensors, and ``collate``, which makes a batch of some; ``as_torch`` makes one.
+    """A data set of packs as mappings of tensors, with a ``collate`` that makes batches; ``as_torch`` creates it.
 
     Args:
         packs: where the packs come from.
-        layout: as for ``as_torch``, and so are all others.
+        layout: see ``as_torch``, also for all other arguments.
 
     Raises:
         FormatError: ``layout`` is ``flash``, and ``media`` was passed.
@@ -179,7 +180,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     ) -> None:
         check_media_options(media, ignore_media)
         if layout == "flash" and media is not None:
-            # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
+            # LlavaModel, for example, passes the boundaries to the image encoder too, and its attention would use them.
             raise FormatError(
                 "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
                 " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
@@ -201,19 +202,19 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return f"{', '.join([self.layout, *options])}: {len(self):,} packs of {_name(self.packs)}"
 
     def __getitem__(self, index: int) -> TorchPack:
-        """One pack: ``input_ids`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
+        """Return one pack: ``input_ids`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
 
-        It has ``labels`` int64 [length] too, or ``loss_weights`` float32 [length] where these are asked for, and with
-        ``preferences`` also ``pair`` int64 [sequences, 2], and with ``media`` the list of its images and audio.
+        It also has ``labels`` int64 [length], or ``loss_weights`` float32 [length] if these are requested. With
+        ``preferences`` it has ``pair`` int64 [sequences, 2], and with ``media`` the list of its images and audio.
 
         Raises:
-            FormatError: its mask has weights, and ``loss_weights`` was not asked for; it has no column ``pair``, and
-                ``preferences`` was; or its shard has images or audio, and neither ``media`` nor ``ignore_media`` was
-                passed.
+            FormatError: its mask has weights, and ``loss_weights`` was not requested; ``preferences`` was requested,
+                and it has no column ``pair``; or its shard has images or audio, and neither ``media`` nor
+                ``ignore_media`` was passed.
         """
         pack = self.packs[index]
         if self.media is None:
-            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # of packs of any class
+            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # packs of any class
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
         tensors: dict[str, Any] = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
         if self.media is not None:
@@ -234,7 +235,10 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return TorchPack(tensors)
 
     def collate(self, packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A batch of these packs, in the layout of this dataset; ``collate_fn`` of a ``DataLoader``."""
+        """Return a batch of these packs in the layout of this dataset.
+
+        Pass it as ``collate_fn`` to a ``DataLoader``.
+        """
         lengths = torch.cat([pack["seq_boundaries"].diff() for pack in packs])
         key, filler = ("loss_weights", 0.0) if self.loss_weights else ("labels", _IGNORED)
         ids, marks = (torch.cat([pack[name] for pack in packs]) for name in ("input_ids", key))
@@ -252,7 +256,10 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     def _add_media(
         self, step: MediaStep, batch: dict[str, Any], packs: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]
     ) -> None:
-        """Add what the media step makes of the images and audio of these packs, whose sequences have ``lengths``."""
+        """Run the media step on the images and audio of these packs, and add its result.
+
+        ``lengths`` are the lengths of the sequences.
+        """
         numbers, ends = np.arange(len(lengths)), np.cumsum(lengths)
         rows, starts = np.zeros_like(numbers), ends - lengths
         if self.layout == "padded":
@@ -271,7 +278,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             positions = text_positions(ids.shape, rows, starts, lengths)
         batch |= run_step(step, MediaBatch(ids, positions, rows, starts, lengths, items), batch)
         if (of_model := batch.pop("mrope_position_ids", None)) is not None:
-            # Models take the first of four for the positions of the text, by which they find sequences in a row.
+            # Models use the first of the four as text positions, from which they find the sequences of a row.
             is_padded = self.layout == "padded"
             batch["position_ids"] = of_model if is_padded else torch.cat([positions[None], of_model])
 
@@ -286,13 +293,13 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return {"input_ids": rows(ids, 0), key: rows(marks, filler), "attention_mask": rows(torch.ones_like(ids), 0)}
 
     def _flattened(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
-        if missing := -len(ids) % self.pad_to_multiple_of:  # the padding is a sequence by itself, without a label
+        if missing := -len(ids) % self.pad_to_multiple_of:  # padding is a separate sequence without labels
             ids, marks = pad(ids, (0, missing)), pad(marks, (0, missing), value=filler)
             lengths = pad(lengths, (0, 1), value=missing)
         ends = lengths.cumsum(0)
         positions = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
         batch: dict[str, Any] = {"input_ids": ids[None], key: marks[None], "position_ids": positions[None]}
-        # With a cache, which models make unasked, transformers does not look for sequences in the positions.
+        # Models use a cache by default, and with a cache transformers does not derive sequences from positions.
         batch["use_cache"] = False
         if self.layout == "flash":
             bounds, longest = torch.cat([ends.new_zeros(1), ends]).int(), int(lengths.max())
@@ -313,39 +320,39 @@ def as_torch(
     media: MediaStep | None = None,
     ignore_media: bool = False,
 ) -> TorchPacks:
-    """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
+    """Return packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers accept directly.
 
     In every layout a token attends only to its own sequence, and the loss that a model returns is the mean over the
-    tokens that our masks train on. Models with layers other than attention, such as linear attention or Mamba, need
-    the layout ``padded``: in a row with several sequences these layers would carry their state from one to the next.
-    Checksums are not compared: run ``verify --full`` before a long training.
+    trained tokens of our masks. Models with layers other than attention, such as linear attention or Mamba, need the
+    layout ``padded``: in a row with several sequences these layers would carry their state from one sequence to the
+    next. Checksums are not checked: run ``verify --full`` before a long training.
 
     Args:
-        source: what ``open_dataset`` takes, or what it returned; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a
-            list of these with a weight in front of each, ``[0.8, "data/chats", 0.2, "data/code"]``.
-        layout: ``flattened`` puts all sequences of a batch into one row and says where they begin by ``position_ids``,
-            all int64 [1, tokens], with ``use_cache`` False; ``flash`` adds the arguments of flash attention:
-            ``cu_seq_lens_q`` and ``_k`` int32 [sequences + 1], ``max_length_q`` and ``_k``; ``padded`` gives every
-            sequence a row to itself, int64 [sequences, longest], filled up with id 0 where ``attention_mask`` is 0
-            and ``labels`` -100.
-        pad_to_multiple_of: fill up rows to a multiple of so many positions. In one row with all sequences the padding
-            is one more sequence, without a label.
-        num_packs: how many packs a blend has. None is the smallest number by which every pack comes at least once.
+        source: an argument or a result of ``open_dataset``; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a list of
+            these, each after its weight: ``[0.8, "data/chats", 0.2, "data/code"]``.
+        layout: ``flattened`` puts all sequences of a batch into one row, with ``position_ids`` that start at 0 in each
+            sequence; all tensors are int64 [1, tokens], and ``use_cache`` is False. ``flash`` adds the arguments of
+            flash attention: ``cu_seq_lens_q`` and ``_k`` int32 [sequences + 1], ``max_length_q`` and ``_k``. ``padded``
+            puts every sequence into its own row, int64 [sequences, longest]; padding has id 0, ``attention_mask`` 0 and
+            ``labels`` -100.
+        pad_to_multiple_of: pad rows to a multiple of this many positions. In the layouts with one row, the padding is
+            one more sequence, without labels.
+        num_packs: number of packs of a blend. None is the smallest number with which every pack occurs at least once.
         loss_weights: for masks with weights other than 0 and 1. Batches have ``loss_weights`` float32, the weight of
-            predicting the token at each position, and no ``labels``; ``training.losses.weighted_loss`` takes them.
+            predicting the token at each position, and no ``labels``; use ``training.losses.weighted_loss``.
         preferences: for preference pairs. Batches have ``loss_weights`` and ``pair`` int64 [sequences, 2], and no
-            ``labels``; ``dpo_loss`` takes them.
-        media: for shards with images and audio: makes of these what is added to a batch, with ``MediaInputs`` the
-            tensors that the model's processor makes. Of models that count positions in three dimensions (M-RoPE)
-            ``position_ids`` are int64 [4, 1, tokens], those of the text first, and [3, sequences, longest] where
+            ``labels``; use ``training.losses.dpo_loss``.
+        media: for shards with images and audio: a media step that returns what to add to a batch. ``MediaInputs`` adds
+            the tensors of the model's processor. For models that count positions in three dimensions (M-RoPE),
+            ``position_ids`` are then int64 [4, 1, tokens] with text positions first, or [3, sequences, longest] if
             ``padded``.
-        ignore_media: for shards with images and audio. Batches are of text: placeholder tokens are as all others, and
-            their labels -100.
+        ignore_media: for shards with images and audio: make batches of text only. Placeholder tokens stay in the text,
+            with label -100.
 
     Raises:
-        FormatError: ``layout`` is unknown, or ``flash`` with ``media``; a weight of a blend is not above 0, packs come
-            from different tokenizers, they hold preference pairs or KTO labels and ``preferences`` does not fit, or
-            images or audio, and neither ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, or ``flash`` with ``media``; a weight of a blend is not above 0; packs come
+            from different tokenizers; they hold preference pairs or KTO labels and ``preferences`` does not fit; they
+            hold images or audio, and neither ``media`` nor ``ignore_media`` was passed; or ``open_dataset`` fails.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -389,7 +396,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
-    """The packs of what ``as_torch`` takes, but for a blend."""
+    """Return the packs of an ``as_torch`` source that is not a blend."""
     is_path = isinstance(source, (str, os.PathLike, Sequence))
     packs: Any = source
     if is_path:
@@ -402,7 +409,7 @@ def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
 def _blended(
     source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...], takes_media: bool
 ) -> WeightedPacks:
-    """The packs of a list with a weight in front of each member."""
+    """Return the packs of a blend, a list with a weight before each member."""
     weights, members = source[::2], source[1::2]
     alternate = len(weights) == len(members) and all(map(_is_weight, weights)) and not any(map(_is_weight, members))
     if not alternate:
@@ -413,14 +420,14 @@ def _blended(
 
 
 def _pair_of(pack: Mapping[str, Any], index: int) -> NDArray[Any]:
-    """The column ``pair`` of a pack; FormatError where it was opened without."""
+    """Return the column ``pair`` of a pack. Raise FormatError if it was opened without it."""
     if (pair := pack.get("pair")) is None:
         raise FormatError(f"pack {index}: has no column 'pair'; open the dataset with columns=['pair']")
     return pair  # type: ignore[no-any-return]
 
 
 def _name(packs: Any) -> str:
-    """Where packs come from, for a ``repr``."""
+    """Return where packs come from, for a ``repr``."""
     if isinstance(packs, WeightedPacks):
         each = [f"{count:,} of {_name(member)}" for member, count in zip(packs.members, packs.counts, strict=True)]
         return " and ".join(each)
@@ -431,15 +438,15 @@ def _name(packs: Any) -> str:
 
 
 def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], takes_media: bool) -> None:
-    """FormatError where packs are not to be trained on in this way.
+    """Raise FormatError if packs must not be trained on in this way.
 
-    That is where a column judges their answers, where they have images or audio, and where they come from different
-    tokenizers.
+    This is the case if a column judges their answers that the loss does not take, if they have images or audio that the
+    batches ignore, or if they come from different tokenizers.
 
     Args:
-        members: all packs that are trained on together.
+        members: the packs of one training.
         columns: names of the columns that the loss takes.
-        takes_media: whether packs may have images and audio, which batches carry or leave out.
+        takes_media: whether packs may have images and audio.
     """
     first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
     for path, file in (each for member in members for each in _files_of(member)):
@@ -459,9 +466,9 @@ def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], takes
 
 
 def _files_of(packs: Any) -> Iterator[tuple[str, Header | PackedReader]]:
-    """The path of everything that packs lie in: of each shard with its header, of each other file with its reader.
+    """Yield the path of each shard with its header, and of each other file with its reader.
 
-    Files whose format states no columns and no tokenizer are left out, and so are packs of other classes.
+    Skips formats that record neither columns nor a tokenizer, and packs of other classes.
     """
     if isinstance(packs, TorchPacks | WeightedPacks):
         raise FormatError(f"source: {packs!r}, which as_torch has made; pass what it was made of")

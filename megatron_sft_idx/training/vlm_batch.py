@@ -1,15 +1,15 @@
-"""Batches with images in the form that Megatron-Bridge's step for vision-language models takes.
+"""Convert batches with images to the form that Megatron-Bridge's step for vision-language models takes.
 
-That form is one row with all sequences of the batch. Bridge's own data sets make it when they collate
-(``enable_in_batch_packing``); its ``training/vlm_step.py`` and its models read it. It differs from our batches:
+In that form, one row contains all sequences of the batch. Bridge's own data sets make it when they collate
+(``enable_in_batch_packing``), and Bridge's ``training/vlm_step.py`` and models read it. It differs from our batches:
 
-- ``cu_seqlens_q`` has one entry for each sequence and one more. Padding is no sequence there, and no sequence is empty.
-- Sequences are padded to a multiple behind each of them, and ``cu_seqlens_q_padded`` says where each begins.
-- Labels are -100 where nothing is trained. They are shifted, as ours are.
-- Pixels are in ``visual_inputs``, an object with one attribute for each tensor.
+- ``cu_seqlens_q`` has one entry more than there are sequences. Padding is not a sequence, and no sequence is empty.
+- Each sequence is padded at its end to a multiple, and ``cu_seqlens_q_padded`` contains where each begins.
+- Labels are -100 at positions that are not trained. They are shifted, like ours.
+- Pixels are in ``visual_inputs``, an object with one attribute per tensor.
 
-``bridge_vlm_batch`` converts a batch of ours. ``VLMPacks`` is a data set for Bridge's loader that gives such batches;
-``bridge_config.BridgeVLMConfig`` makes one from shards.
+``bridge_vlm_batch`` converts one of our batches. ``VLMPacks`` is a data set of such batches for Bridge's loader;
+``bridge_config.BridgeVLMConfig`` creates it from shards.
 """
 
 from __future__ import annotations
@@ -27,46 +27,48 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.training.batch import BatchAssembler
 
-# The tensors of a batch that the packed row is made of, or that follow from it.
+# Tensors of a batch that are converted, or that can be computed from the packed row.
 _TEXT = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "mrope_position_ids")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _IGNORED = -100
-# What Bridge's own models put on padding in positions of three axes.
+# The position that Bridge's own models give to padding when positions have three dimensions.
 _PADDING_POSITION = 1
 
 
 def bridge_vlm_batch(
     batch: Mapping[str, Any], *, sequence_multiple: int = 1, length: int | None = None, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Convert a batch of ours to what ``megatron.bridge.training.vlm_step`` takes from its data iterator.
+    """Convert one of our batches to the form that ``megatron.bridge.training.vlm_step`` takes from its data iterator.
 
-    The sequences of all rows are put into one row, in order. The padding of our rows is left out.
+    The sequences of all rows are put into one row, in order. The padding of our rows is removed.
 
     Args:
-        batch: what ``BatchAssembler`` or ``BatchLoader`` made with ``padding_mask=True``, in the form ``wide`` and, for
-            images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
+        batch: a batch of ``BatchAssembler`` or ``BatchLoader``, made with ``padding_mask=True``, in the form ``wide``
+            and, for images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        length: positions of the row, which is padded behind the last sequence. None for as many as the sequences need.
-            Pipeline and expert parallelism need rows of one length.
+        length: number of positions of the row, which is padded after the last sequence. None uses as many as the
+            sequences need. Pipeline and expert parallelism need rows of equal length.
         pad_id: a valid token id for padding.
 
     Returns:
         T is the length of the row, n the number of sequences.
 
-        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Entry j is about the token behind j.
+        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Entry j refers to the token after
+          position j.
         - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], counted from 0 in each
           sequence.
         - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the sequences' own lengths.
-        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: where each begins in the row; the last is T.
-          Both are missing where nothing is padded.
-        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the longest with its padding. ``total_tokens`` is T, an int.
+        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: the start of each sequence in the row; the
+          last entry is T. Both are missing if nothing is padded.
+        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the longest sequence, including its padding. ``total_tokens``
+          is T, an int.
         - ``attention_mask`` is None.
         - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the processor's tensors; all None in a batch of text.
 
     Raises:
-        FormatError: the batch has no padding mask or is narrow; it has no tokens; it has something that
-            ``GenericVisualInputs`` has no attribute for, such as columns, recordings or encoded files.
+        FormatError: the batch has no padding mask, is narrow, or has no tokens; or it has something for which
+            ``GenericVisualInputs`` has no attribute, such as columns, recordings or encoded files.
         ValueError: the sequences do not fit ``length``, or an argument is below 1.
         ImportError: Megatron-Bridge is not installed.
     """
@@ -114,7 +116,7 @@ def bridge_vlm_batch(
 
 
 def _require_complete(batch: Mapping[str, Any]) -> None:
-    """FormatError where a batch lacks what the packed row is made of."""
+    """Raise FormatError if a batch lacks a tensor that the packed row needs."""
     for name, remedy in (
         ("tokens", "pass a batch of BatchAssembler or BatchLoader"),
         ("labels", 'make batches with form="wide"'),
@@ -126,13 +128,13 @@ def _require_complete(batch: Mapping[str, Any]) -> None:
 
 
 def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Where each sequence begins among the positions of all rows, and how many tokens it has, int64 [n] both."""
+    """Return the start of each sequence in the flattened rows, and its number of tokens; both int64 [n]."""
     padding, bounds = batch["padding_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"]).long()
     count, width = padding.shape
     tokens_before = torch.nn.functional.pad((~padding).cumsum(1), (1, 0))
     lengths = tokens_before.gather(1, bounds).diff(dim=1)
     starts = bounds[:, :-1] + torch.arange(count)[:, None] * width
-    kept = lengths > 0  # what has no token is padding
+    kept = lengths > 0  # a sequence without tokens is padding
     if not kept.any():
         raise FormatError("batch: has no tokens; Megatron-Bridge has no packed row without a sequence")
     return starts[kept], lengths[kept]
@@ -143,7 +145,7 @@ def _running_sums(lengths: Tensor) -> Tensor:
 
 
 def _visual_inputs(batch: Mapping[str, Any]) -> Any:
-    """Bridge's object with what the processor made; FormatError where the batch has anything else."""
+    """Return the processor's tensors as Bridge's object. Raise FormatError if the batch has anything else."""
     container = import_module("megatron.bridge.training.utils.visual_inputs").GenericVisualInputs
     places = [field.name for field in fields(container)]
     if unknown := sorted(set(batch) - {*_TEXT, *_BOUNDS, *places}):
@@ -157,10 +159,11 @@ def _visual_inputs(batch: Mapping[str, Any]) -> Any:
 class VLMPacks(Shown, Dataset[int]):
     """Packs with images as a data set for Megatron-Bridge's loader, which calls ``collate_fn`` in its workers.
 
-    An item is the number of a pack.
+    Each item is the number of a pack; ``collate_fn`` reads the packs.
 
     Args:
-        assembler: as ``bridge_vlm_batch`` wants its batches; rows have ``seq_length`` of it.
+        assembler: makes batches in the form that ``bridge_vlm_batch`` takes. Its ``seq_length`` is the length of the
+            rows.
     """
 
     def __init__(self, assembler: BatchAssembler) -> None:
@@ -178,7 +181,10 @@ class VLMPacks(Shown, Dataset[int]):
         return int(index)
 
     def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:
-        """The batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
+        """Return the batch of these packs (see ``bridge_vlm_batch``).
+
+        Raise ValueError if they need more than one row.
+        """
         batch, assembler = self.assembler.assemble(packs), self.assembler
         return bridge_vlm_batch(
             batch,
