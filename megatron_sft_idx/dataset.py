@@ -60,9 +60,9 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``. The ids (in the on-disk dtype) and the
     label-aligned mask are read-only views that stay valid after the dataset is gone. The boundaries
     ``[0, start_1, ..., length]`` are a new int32 array. A shard with images or audio adds ``media``: a list of the
-    items
-    of the pack, each with its encoded file as a read-only view. ``ds[i]`` is the only method whose meaning differs from
-    the parent's, which returns only tokens; use ``get`` for that. Opening takes the same time for any number of packs.
+    items of the pack, each with its encoded file as a read-only view. ``ds[i]`` is the only method whose meaning
+    differs from the parent's, which returns only tokens; use ``get`` for that. Opening takes the same time for any
+    number of packs.
 
     Args:
         path_prefix: the path that the five files share.
@@ -124,7 +124,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
-        """Open the shard. The arguments are those of the constructor."""
+        """Open the shard. See the constructor for the arguments."""
         if multimodal:
             raise FormatError(
                 f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"

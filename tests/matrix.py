@@ -4,8 +4,7 @@
 that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
 ``python tests/matrix.py trainers`` runs the tests of each trainer in an environment with that trainer, by Python 3.11.
 ``python tests/matrix.py media`` runs the tests of models with images and audio whose processors need torchvision, by
-Python 3.12.
-``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
+Python 3.12. ``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
 ``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
 fresh environment.
 """

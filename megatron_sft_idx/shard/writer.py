@@ -389,8 +389,7 @@ class ShardWriter(Shown):
         """Add all packs of another shard in bounded memory, and verify its checksums while reading.
 
         The packs are logged only after the last one is added, so that recovery after a kill takes nothing from a
-        corrupt
-        shard.
+        corrupt shard.
 
         Args:
             shard: a shard, opened with any backend.
@@ -461,8 +460,8 @@ class ShardWriter(Shown):
         """Check, count and hash the first packs of an interrupted build, as if they had just been added.
 
         Replays at most ``num_packs``, and stops at the first pack that breaks a rule, because its bytes did not reach
-        the
-        disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last call.
+        the disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last
+        call.
         """
         if self._media is not None:
             num_packs = self._media.whole_packs(num_packs)

@@ -291,8 +291,8 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     """An endless stream of packs for a torchtitan data loader, with state for its checkpoints.
 
     A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. A label is the next
-    token. The padding at the end of a row is a sequence of its own: its positions count from 0 and it has no labels.
-    Each epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
+    token. The padding at the end of a row is a separate sequence: its positions count from 0 and it has no labels. Each
+    epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
 
     Args:
         source: see ``ShardSequences``.
