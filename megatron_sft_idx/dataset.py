@@ -72,14 +72,14 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
             ``path_to_idx_cache``; None uses the default folder. Tokens and masks are read by exact ranges, so
             ``bin_chunk_nbytes`` has no effect, and ``mmap`` affects only the cached index files.
         s3_config: the parent's older name for ``object_storage_config``.
-        fast_cache_load, sequences_per_dataset, dtype_code: accepted, but without effect, because only the header is
-            parsed.
+        fast_cache_load: accepted, but without effect, because only the header is parsed.
+        sequences_per_dataset: see ``fast_cache_load``.
+        dtype_code: see ``fast_cache_load``.
         copy: return writable copies instead of read-only views, and encoded files as ``bytes``.
         backend: such as ``"pread"``; see ``Shard``. With None, ``mmap`` decides.
         advice: see ``Shard``. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
         huge_pages: see ``Shard``.
         columns: names of the columns to return with each pack.
-        columns: names of the columns whose values each pack has too.
 
     Raises:
         ShardNotFoundError: some of the five files, or a column, are missing.

@@ -113,8 +113,8 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
         batch: a batch with ``loss_mask`` [B, S], ``cu_seqlens`` [B, width] and, if present, ``cu_seqlens_padded``.
 
     Returns:
-            [B, width - 1]: entry k belongs to the sequence that begins at ``cu_seqlens[:, k]``; 0 if there is none. The
-                result for the reference model, without gradients, is the sequence column ``ref_logp``.
+        [B, width - 1]: entry k belongs to the sequence that begins at ``cu_seqlens[:, k]``; 0 if there is none. The
+            result for the reference model, without gradients, is the sequence column ``ref_logp``.
     """
     mask, (rows, width) = batch["loss_mask"], batch["cu_seqlens"].shape
     weighted = logp.reshape(mask.shape).masked_fill(mask == 0, 0) * mask  # a log-probability may be minus infinity
