@@ -1,4 +1,4 @@
-"""``preprocess --engine ray`` on a real cluster of three nodes, one of which is killed: the local engine's bytes."""
+"""``preprocess --engine ray`` gives the local engine's bytes, on a real cluster whose nodes may be killed."""
 
 from __future__ import annotations
 
