@@ -84,6 +84,15 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     Raises:
         ShardNotFoundError: some of the five files, or a column, are missing.
         FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
+
+    Example:
+        >>> ds = SFTIndexedDataset("data/chats")
+        >>> ds.get(6, offset=2, length=3)  # as in the parent class
+        array([62, 63, 64], dtype=int32)
+        >>> ds[6]["loss_mask"]
+        array([1, 0, 1, 0, 0, 0, 1, 0, 0], dtype=uint8)
+        >>> ds[6]["seq_boundaries"]
+        array([0, 2, 5, 9], dtype=int32)
     """
 
     @checked

@@ -40,7 +40,7 @@ HEAVY = (
 )
 
 TOP_LEVEL = {
-    *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
+    *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "examples", "README.md"),
     *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
     "mkdocs.yml",
 }

@@ -32,6 +32,7 @@ TESTS = (
     "chunk_folder",
     "pretrain_script",
     "pretrain_runner",
+    "docstring_examples",
 )
 # Installed without its dependencies, which are CUDA kernels and 30 packages. Its data modules need only datasets, and
 # its Qwen-VL models need the others in this list.

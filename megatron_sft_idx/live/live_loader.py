@@ -179,6 +179,17 @@ class LiveLoader(Shown, Iterator[Tensors]):
         config: as given.
         state: the rank's position after the batches that were taken.
         acks: the acknowledgements of this consumer.
+
+    Example:
+        >>> from megatron_sft_idx import LiveConfig
+        >>> config = LiveConfig(rank=0, size=1, seq_length=16, micro_batch_size=2)
+        >>> with LiveLoader("data/catalog", config) as loader:
+        ...     for batch in loader:
+        ...         print(list(batch["tokens"].shape))
+        ...     loader.commit(loader.state_dict())  # after the checkpoint is on disk
+        [2, 16]
+        [2, 16]
+        [2, 16]
     """
 
     @checked

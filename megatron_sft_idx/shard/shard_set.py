@@ -73,6 +73,10 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     Raises:
         ShardNotFoundError: a folder or a glob has no shard.
         FormatError: the list is empty, or a name is both a shard and a folder of shards.
+
+    Example:
+        >>> find_prefixes("data"), find_prefixes("data/chats*"), find_prefixes("data/chats.seq.idx")
+        (['data/chats'], ['data/chats'], ['data/chats'])
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
@@ -208,6 +212,13 @@ class ShardSet(Shown):
     Raises:
         ShardNotFoundError: a shard is missing.
         FormatError: a header breaks a rule, or the shards cannot be read together.
+
+    Example:
+        >>> shards = ShardSet.open("data/chats")  # or a folder, a glob, a list
+        >>> shards
+        <ShardSet data/chats: 7 packs>
+        >>> shards[-1]["input_ids"]
+        array([60, 61, 62, 63, 64, 65, 66, 67, 68], dtype=int32)
     """
 
     def __init__(

@@ -132,6 +132,20 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     Raises:
         SFTIndexError: an input, a row or an option is unusable, or files at ``output_prefix`` may not be replaced.
         OSError: an error of the file system.
+
+    Example:
+        >>> from megatron_sft_idx import Shard, show_pack
+        >>> rows = [{"messages": [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Bonjour !"}]}]
+        >>> model = "tools/demo/tokenizer"
+        >>> summary = preprocess(rows, tokenizer=model, output_prefix="data/greetings", seq_length=1024, workers=0)
+        >>> summary.packing.packs, summary.packing.tokens, summary.packing.trained_tokens
+        (1, 17, 6)
+        >>> show_pack(Shard("data/greetings")[0], model)
+        ── sequence 0, positions 0 to 16, 6 of 17 tokens trained ──
+        <|im_start|>user
+        Hi!<|im_end|>
+        <|im_start|>assistant
+        [[Bonjour !<|im_end|>]]
     """
     given = dict(locals())
     inputs = given.pop("inputs")

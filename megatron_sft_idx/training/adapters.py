@@ -45,6 +45,15 @@ class PackRow(NamedTuple):
         lengths: tokens in each sequence, int64 [sequences].
         padded_lengths: tokens in each sequence including the padding after it, int64 [sequences]. The padding at the
             end of the row is not counted.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> from megatron_sft_idx.training.adapters import pack_row
+        >>> row = pack_row(Shard("data/chats")[6], 16, sequence_multiple=4)
+        >>> row.lengths, row.padded_lengths
+        (array([2, 3, 4]), array([4, 4, 4]))
+        >>> row.input_ids
+        array([60, 61,  0,  0, 62, 63, 64,  0, 65, 66, 67, 68,  0,  0,  0,  0])
     """
 
     input_ids: NDArray[np.int64]
@@ -192,6 +201,13 @@ class VerlDataset(ShardSequences):
 
     Raises:
         ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
+
+    Example:
+        >>> ds = VerlDataset("data/chats", max_samples=10)
+        >>> len(ds)
+        10
+        >>> ds[5]["loss_mask"]  # aligned with tokens
+        tensor([0, 0, 1, 0, 1])
     """
 
     def __init__(

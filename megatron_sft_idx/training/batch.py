@@ -271,6 +271,22 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         ValueError: arguments contradict each other, or packs of the source may not fit a row.
         FormatError: the source has no such column; or its packs have images or audio, and neither ``media`` nor
             ``ignore_media`` was passed.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> assembler = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=16)
+        >>> batch = assembler.assemble([5, 6])
+        >>> for name, tensor in batch.items():
+        ...     print(name, tensor.dtype, list(tensor.shape))
+        tokens torch.int64 [2, 16]
+        labels torch.int64 [2, 16]
+        position_ids torch.int64 [2, 16]
+        loss_mask torch.float32 [2, 16]
+        cu_seqlens torch.int32 [2, 6]
+        max_seqlen torch.int32 [2]
+        >>> batch["cu_seqlens"][1]  # sequences of 2, 3 and 4 tokens, then padding up to 16
+        tensor([ 0,  2,  5,  9, 16, 16], dtype=torch.int32)
     """
 
     def __init__(

@@ -38,6 +38,15 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
     Raises:
         FormatError: raised when Bridge builds the data sets, if ``PackedShard`` rejects a shard, or if the run has
             context parallelism. That needs sequences stored with padding (``convert --pad-seq-to-mult``).
+
+    Example:
+        >>> from megatron.bridge.data.base import DatasetBuildContext
+        >>> config = BridgePackedConfig(path="data/chats", seq_length=16)
+        >>> train, valid, test = config.build_datasets(DatasetBuildContext(7, 0, 0))  # as Bridge does
+        >>> len(train), valid, test
+        (7, None, None)
+        >>> train[6]["input_ids"]
+        array([60, 61, 62, 63, 64, 65, 66, 67, 68], dtype=int32)
     """
 
     path: str
@@ -94,6 +103,14 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
             preference pairs or KTO labels, come from different tokenizers, or do not fit ``seq_length``;
             ``sequence_multiple`` does not fit context parallelism; or ``MediaInputs`` fails.
         ValueError: raised at the same time, if packs might not fit ``seq_length``.
+
+    Example:
+        >>> from megatron.bridge.data.base import DatasetBuildContext
+        >>> config = BridgeVLMConfig(path="data/colours", processor="data/processor", seq_length=32)
+        >>> train, valid, test = config.build_datasets(DatasetBuildContext(1, 0, 0))  # as Bridge does
+        >>> batch = train.collate_fn([0])  # of pack 0, which has an image
+        >>> batch["input_ids"].shape, batch["visual_inputs"].pixel_values.shape
+        (torch.Size([1, 32]), torch.Size([1, 3, 56, 56]))
     """
 
     path: str

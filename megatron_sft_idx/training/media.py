@@ -80,6 +80,15 @@ class MediaBatch(NamedTuple):
         starts: the first position of each sequence in its row, int64 [sequences].
         lengths: the number of tokens of each sequence, int64 [sequences].
         items: the images and recordings, by row and position.
+
+    Example:
+        >>> from megatron_sft_idx import as_torch
+        >>> def count_images(batch: MediaBatch) -> dict:
+        ...     images = [item for item in batch.items if item.kind == "image"]
+        ...     return {"num_images": torch.tensor(len(images))}
+        >>> packs = as_torch("data/pictures", media=count_images)
+        >>> packs.collate([packs[0]])["num_images"]
+        tensor(1)
     """
 
     tokens: Tensor
@@ -118,7 +127,14 @@ def run_step(step: MediaStep, batch: MediaBatch, taken: Iterable[str]) -> dict[s
 
 
 def keep_items(batch: MediaBatch) -> dict[str, Any]:
-    """A media step that adds the encoded files: ``media``, a list of ``BatchItem``."""
+    """A media step that adds the encoded files: ``media``, a list of ``BatchItem``.
+
+    Example:
+        >>> from megatron_sft_idx import as_torch
+        >>> packs = as_torch("data/pictures", media=keep_items)
+        >>> packs.collate([packs[0]])["media"]
+        [BatchItem(kind='image', start=1, length=2, data=23 bytes, row=0, sequence=0)]
+    """
     return {"media": batch.items}
 
 
@@ -161,9 +177,8 @@ class MediaInputs(Shown):
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> from transformers import LlavaConfig
         >>> from megatron_sft_idx import as_torch
-        >>> packs = as_torch("data/colours", media=MediaInputs("data/processor", LlavaConfig()))
+        >>> packs = as_torch("data/colours", media=MediaInputs("data/processor"))
         >>> batch = next(iter(DataLoader(packs, collate_fn=packs.collate)))
         >>> batch["pixel_values"].shape
         torch.Size([1, 3, 56, 56])

@@ -52,6 +52,13 @@ class EncoderCost(NamedTuple):
     Attributes:
         per_position: for each position that an item takes in its pack.
         per_item: for each item, for encoders that pad all items to one size.
+
+    Example:
+        >>> # Qwen2.5-VL 7B: 4 encoder positions per position of the pack, 32 layers of width 1280; 28 of width 3584.
+        >>> cost = EncoderCost(per_position=round(12 * 4 * 1280**2 * 32 / (3584 * 28)))
+        >>> cost
+        EncoderCost(per_position=25078, per_item=0)
+        >>> media_costs = {"image": cost}  # for PackedSFTDatasetConfig
     """
 
     per_position: float = 0

@@ -376,6 +376,14 @@ class StoredPacks(_ShardPacks):
     """A ``PackSource`` of stored packs ``first`` to ``last``, counted over all shards.
 
     FormatError: there are no such packs.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> packs = StoredPacks(ShardSet.open("data/chats"))
+        >>> packs
+        <StoredPacks data/chats: 7 packs of up to 12 tokens>
+        >>> StoredPacks(ShardSet.open("data/chats"), first=5).num_packs  # the last two packs, for validation
+        2
     """
 
     def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
@@ -433,6 +441,13 @@ class PlanOptions:
         method: see ``pack_sequences``.
         max_sequences_per_pack: the maximum number of sequences in a pack; None for no limit.
         seed: seed of the random numbers that packing uses.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import PlannedPacks
+        >>> options = PlanOptions(capacity=16, max_sequences_per_pack=4)
+        >>> PlannedPacks(ShardSet.open("data/chats"), options).num_packs
+        4
     """
 
     capacity: int
@@ -460,6 +475,13 @@ class PlannedPacks(_ShardPacks):
     Raises:
         SequenceError: sequences do not fit the capacity; the message gives their number.
         FormatError: the range is empty, a column has one value per pack, or the file of the plan is truncated.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import PlanOptions
+        >>> shards = ShardSet.open("data/chats", same_capacity=False)
+        >>> PlannedPacks(shards, PlanOptions(capacity=16))  # seven packs in the shard fit into three longer ones
+        <PlannedPacks data/chats: 3 packs of up to 16 tokens>
     """
 
     def __init__(
@@ -690,6 +712,13 @@ class LegacySource(Shown):
 
     Raises:
         FormatError, SequenceError: see ``read_legacy``.
+
+    Example:
+        >>> from megatron_sft_idx import LegacyPickleWriter
+        >>> with LegacyPickleWriter("data/packs.npy") as writer:
+        ...     writer.write_bin(0, [5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])
+        >>> LegacySource("data/packs.npy", capacity=8)
+        <LegacySource data/packs.npy: 1 packs of up to 8 tokens>
     """
 
     def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:

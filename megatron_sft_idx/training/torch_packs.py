@@ -211,6 +211,14 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             FormatError: its mask has weights, and ``loss_weights`` was not requested; ``preferences`` was requested,
                 and it has no column ``pair``; or its shard has images or audio, and neither ``media`` nor
                 ``ignore_media`` was passed.
+
+        Example:
+            >>> from megatron_sft_idx import as_torch
+            >>> pack = as_torch("data/chats")[6]
+            >>> pack["input_ids"]
+            tensor([60, 61, 62, 63, 64, 65, 66, 67, 68])
+            >>> pack["labels"]
+            tensor([-100,   61, -100,   63, -100, -100, -100,   67, -100])
         """
         pack = self.packs[index]
         if self.media is None:
@@ -238,6 +246,12 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         """Return a batch of these packs in the layout of this dataset.
 
         Pass it as ``collate_fn`` to a ``DataLoader``.
+
+        Example:
+            >>> from megatron_sft_idx import as_torch
+            >>> packs = as_torch("data/chats")
+            >>> packs.collate([packs[5], packs[6]])["position_ids"]  # the five sequences of two packs in one row
+            tensor([[0, 0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 3]])
         """
         lengths = torch.cat([pack["seq_boundaries"].diff() for pack in packs])
         key, filler = ("loss_weights", 0.0) if self.loss_weights else ("labels", _IGNORED)

@@ -71,6 +71,16 @@ def bridge_vlm_batch(
             ``GenericVisualInputs`` has no attribute, such as columns, recordings or encoded files.
         ValueError: the sequences do not fit ``length``, or an argument is below 1.
         ImportError: Megatron-Bridge is not installed.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training import BatchAssembler
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> packs = StoredPacks(ShardSet.open("data/chats"))
+        >>> batch = BatchAssembler(packs, 16, padding_mask=True).assemble([5, 6])
+        >>> made = bridge_vlm_batch(batch)  # the five sequences of both rows in one row, without padding
+        >>> made["input_ids"].shape, made["cu_seqlens_q"]
+        (torch.Size([1, 12]), tensor([ 0,  1,  3,  5,  8, 12], dtype=torch.int32))
     """
     for name, value in (("sequence_multiple", sequence_multiple), ("length", length)):
         if value is not None and value < 1:

@@ -37,7 +37,8 @@ from megatron_sft_idx.training import megatron_arguments
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
-TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md"]}
+LINKED = [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"]
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in LINKED}
 
 
 def program(folder: Path) -> Callable[[Block], Said]:

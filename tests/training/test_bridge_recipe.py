@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_modules import MISSING, bridge_folder
-from chats import TOKENIZER
+from chats import TOKENIZER, command, write_rows
 from doc_blocks import blocks_of, fast_environment, paste
 from test_bridge_parquet import chats
 
@@ -142,6 +142,21 @@ def test_batches_are_those_of_the_shard(name: str, folder: Path) -> None:
         assert not differences(found["valid"], folder / "chats.valid", found["eos_id"], 1, whole=name != "shard")
     tokens = sum(sum(batch["token_count"]) for batch in found["train"] + (found["valid"] or []))
     print(f"{name}: {len(found['train'])} and {len(found['valid'] or [])} batches, {tokens} tokens equal")
+
+
+def test_the_example_trains_on_the_shards_of_the_other_example(tmp_path: Path) -> None:
+    """``examples/megatron_bridge.py``, with the length and the batch of the other scripts here."""
+    given = ["--input", write_rows(tmp_path / "rows.jsonl", chats()), "--tokenizer", TOKENIZER, "--workers", 0]
+    smaller = ["--seq-length", LENGTH, "--valid-fraction", 0.2, "--earlier-reasoning", "drop"]
+    config, prefix = ROOT / "examples/sft_qwen3.yaml", tmp_path / "data/sft"
+    made = command("preprocess", "--config", config, *given, *smaller, "--output-prefix", prefix)
+    assert made.code == 0, made.err
+    script = (ROOT / "examples/megatron_bridge.py").read_text(encoding="utf-8")
+    sizes = "LENGTH, BATCH = 4096, 32\n"
+    assert script.count(sizes) == 1
+    found = run(script.replace(sizes, f"LENGTH, BATCH = {LENGTH}, {BATCH}\n"), tmp_path)
+    assert not differences(found["train"], prefix, found["eos_id"], 2, whole=False)
+    assert not differences(found["valid"], tmp_path / "data/sft.valid", found["eos_id"], 1, whole=False)
 
 
 def test_a_mask_that_is_off_by_one_is_seen(folder: Path) -> None:
