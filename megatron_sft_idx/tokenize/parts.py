@@ -9,8 +9,8 @@
     lengths            uint32 [sequences], from the next multiple of 64 bytes on
     ids                uint16 or int32 [tokens], likewise
     masks              token-aligned, uint8 or float32 [tokens], likewise
-    columns            values of each sequence [sequences, width], likewise, in the order of their names; the JSON adds a
-                       suffix to each name
+    columns            values of each sequence [sequences, width], likewise, in the order of their names; the JSON
+                       adds a suffix to each name
     media              only if a processor expands images and audio: number of items per sequence [sequences]; first
                        position in the sequence, length, kind and file number per item [items]; size and hash per file
                        [files]; and all files, concatenated [bytes]
