@@ -46,7 +46,7 @@ def built(*paths: str, split: str = "1,0,0", length: int = 1024, cache: str | No
 
 
 def evaluated(*paths: str, split: str = "1,0,0") -> str:
-    """Return the provider's warning if more rows are evaluated than exist."""
+    """Return the provider's error if more rows are evaluated than exist."""
     args = Namespace(data_path=list(paths), split=split, seq_length=1024, seed=1, data_cache_path=None, eval_iters=2)
     with pytest.raises(SFTIndexError) as error:
         train_valid_test_datasets_provider([8, 1000, 0], args=args)
