@@ -65,3 +65,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Keep only the language after a fence: the words after it are for the tests."""
     return re.sub(r"^( *```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options in running text on one line: browsers would break it between the two hyphens."""
+    return re.sub(
+        r"<code>[^<]*--[^<]*</code>",
+        lambda code: re.sub(r"--[\w-]+", r'<span class="option">\g<0></span>', code[0]),
+        html,
+    )

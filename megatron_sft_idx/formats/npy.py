@@ -223,6 +223,15 @@ class LegacyPickleWriter(PackedWriter):
 
     The format does not store capacity, dtypes, metadata or columns. It stores everything else.
 
+    Args:
+        path: the file to write, ``X.npy``; the summary is written next to it.
+        spec: counts and dtypes of the packs; None if they are not known before.
+        overwrite: replace a file of this format.
+        lossy: accept that columns of ``spec``, or images and audio, are not stored.
+
+    Raises:
+        FormatError: something else is at the path, or the format cannot store what ``spec`` describes.
+
     Example:
         >>> with LegacyPickleWriter("data/packs.npy") as writer:
         ...     writer.write_bin(0, [5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])

@@ -427,6 +427,14 @@ class ShardWriter(Shown):
             CorruptShardError: its checksums do not match (F3, or C7 for a column), or see ``windows``. The build is
                 abandoned.
             SequenceError: a pack does not fit this writer's capacity or dtypes. The runs before it were added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/both") as writer:
+            ...     writer.add_shard(Shard("data/chats"))
+            ...     writer.add_pack([5, 6, 7], [1, 1, 0], [0])
+            >>> len(Shard("data/both"))
+            8
         """
         if columns is None:
             columns = {*self._options.columns, *listed_columns(shard.header.metadata)}

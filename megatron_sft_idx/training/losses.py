@@ -68,7 +68,7 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
     """Return for each file the weighted sum of its losses and the sum of the weights, float64 [count, 2].
 
     Args:
-        losses: the loss of each position.
+        losses: the loss of each position, [B, S] or any other shape.
         loss_mask: the weight of each position, in the same order; its shape may differ.
         files: the result of ``files_of``, in the same order.
         count: number of files.
@@ -88,6 +88,10 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
 
 def mean_by_file(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Return the mean loss of each file that was trained on, by its name.
+
+    Args:
+        sums: the results of ``sums_by_file``, added over micro-batches, steps or ranks: [files, 2].
+        names: the name of each file.
 
     Example:
         >>> sums = torch.tensor([[5.0, 2.0], [4.0, 1.0], [0.0, 0.0]])  # from sums_by_file

@@ -120,7 +120,20 @@ def build_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> list[Any]:
-    """Build the three data sets with Megatron's builder, on all ranks; for ``options``, see ``config_from_args``.
+    """Build the data sets for training, validation and test with Megatron's builder, outside of ``pretrain()``.
+
+    Args:
+        args: Megatron's arguments; only the ones about data are needed, such as ``data_path`` and ``split``.
+        num_samples: requested rows of each split; None is one epoch, 0 is none.
+        is_built_on_rank: whether this rank reads data; called by Megatron's builder.
+        options: other fields of ``PackedSFTDatasetConfig``, such as ``columns`` or ``index_only_packing``.
+
+    Returns:
+        Three ``PackedSFTDataset``, or a blend of several; None for a split without rows.
+
+    Raises:
+        FormatError: arguments or shards cannot be used for training.
+        ShardNotFoundError: there is no shard at a path.
 
     Example:
         >>> from argparse import Namespace

@@ -373,9 +373,15 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """A ``PackSource`` of stored packs ``first`` to ``last``, counted over all shards.
+    """A ``PackSource`` with the packs of shards as they are stored.
 
-    FormatError: there are no such packs.
+    Args:
+        shards: the shards.
+        first: the first pack to use, counted over all shards.
+        last: the end of the range of packs, exclusive; None for the end of the last shard.
+
+    Raises:
+        FormatError: the range is empty, or not inside the shards.
 
     Example:
         >>> from megatron_sft_idx.shard.shard_set import ShardSet
@@ -711,7 +717,8 @@ class LegacySource(Shown):
         pad_id: the padding id of the tokenizer, which the file does not have.
 
     Raises:
-        FormatError, SequenceError: see ``read_legacy``.
+        FormatError: the file is unreadable, or not of this format.
+        SequenceError: a pack breaks a rule.
 
     Example:
         >>> from megatron_sft_idx import LegacyPickleWriter

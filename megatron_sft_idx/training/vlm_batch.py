@@ -1,14 +1,14 @@
-"""Convert batches with images to the form that Megatron-Bridge's step for vision-language models takes.
+"""Batches with images for the vision-language training step of Megatron-Bridge.
 
-In that form, one row contains all sequences of the batch. Bridge's own data sets make it when they collate
-(``enable_in_batch_packing``), and Bridge's ``training/vlm_step.py`` and models read it. It differs from our batches:
+This step expects one row with all sequences of a batch, as Bridge's own data sets make it with
+``enable_in_batch_packing``. It differs from the batches of ``BatchAssembler``:
 
-- ``cu_seqlens_q`` has one entry more than there are sequences. Padding is not a sequence, and no sequence is empty.
-- Each sequence is padded at its end to a multiple, and ``cu_seqlens_q_padded`` contains where each begins.
-- Labels are -100 at positions that are not trained. They are shifted, like ours.
+- ``cu_seqlens_q`` has one entry per sequence and one more. Padding is not a sequence, and no sequence is empty.
+- Sequences are padded to a multiple, and ``cu_seqlens_q_padded`` has the start of each sequence in the row.
+- Labels are -100 at positions that are not trained. They are shifted, like the labels of ``BatchAssembler``.
 - Pixels are in ``visual_inputs``, an object with one attribute per tensor.
 
-``bridge_vlm_batch`` converts one of our batches. ``VLMPacks`` is a data set of such batches for Bridge's loader;
+``bridge_vlm_batch`` converts a batch. ``VLMPacks`` is a data set for Bridge's loader with such batches;
 ``bridge_config.BridgeVLMConfig`` creates it from shards.
 """
 
@@ -27,47 +27,46 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.training.batch import BatchAssembler
 
-# Tensors of a batch that are converted, or that can be computed from the packed row.
+# The tensors of a batch that the packed row is made from, or that follow from it.
 _TEXT = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "mrope_position_ids")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _IGNORED = -100
-# The position that Bridge's own models give to padding when positions have three dimensions.
+# The position of padding in three-dimensional positions, as in Bridge's own models.
 _PADDING_POSITION = 1
 
 
 def bridge_vlm_batch(
     batch: Mapping[str, Any], *, sequence_multiple: int = 1, length: int | None = None, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Convert one of our batches to the form that ``megatron.bridge.training.vlm_step`` takes from its data iterator.
+    """Convert a batch to the form that ``megatron.bridge.training.vlm_step`` reads from its data iterator.
 
-    The sequences of all rows are put into one row, in order. The padding of our rows is removed.
+    The sequences of all rows are put into one row, in order. The padding of the rows is left out.
 
     Args:
-        batch: a batch of ``BatchAssembler`` or ``BatchLoader``, made with ``padding_mask=True``, in the form ``wide``
+        batch: a batch of ``BatchAssembler`` or ``BatchLoader`` in the form ``wide``, made with ``padding_mask=True``
             and, for images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        length: number of positions of the row, which is padded after the last sequence. None uses as many as the
-            sequences need. Pipeline and expert parallelism need rows of equal length.
+        length: number of positions in the row, which is padded at the end. None for as many as the sequences need.
+            Pipeline and expert parallelism need rows of the same length.
         pad_id: a valid token id for padding.
 
     Returns:
-        T is the length of the row, n the number of sequences.
+        A dictionary; T is the length of the row, n the number of sequences:
 
-        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Entry j refers to the token after
-          position j.
-        - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], counted from 0 in each
+        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Labels and mask are shifted: entry j is
+          about token j + 1.
+        - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], from 0 in each
           sequence.
-        - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the sequences' own lengths.
-        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: the start of each sequence in the row; the
-          last entry is T. Both are missing if nothing is padded.
-        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the longest sequence, including its padding. ``total_tokens``
-          is T, an int.
-        - ``attention_mask`` is None.
-        - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the processor's tensors; all None in a batch of text.
+        - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the unpadded lengths.
+        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: the start of each sequence in the row, then
+          T. Both are missing if nothing is padded.
+        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the largest padded length.
+        - ``total_tokens``: T, an integer. ``attention_mask``: None.
+        - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the tensors of the processor; all None for text.
 
     Raises:
-        FormatError: the batch has no padding mask, is narrow, or has no tokens; or it has something for which
+        FormatError: the batch has no padding mask or is narrow; it has no tokens; or it has entries for which
             ``GenericVisualInputs`` has no attribute, such as columns, recordings or encoded files.
         ValueError: the sequences do not fit ``length``, or an argument is below 1.
         ImportError: Megatron-Bridge is not installed.
@@ -126,7 +125,7 @@ def bridge_vlm_batch(
 
 
 def _require_complete(batch: Mapping[str, Any]) -> None:
-    """Raise FormatError if a batch lacks a tensor that the packed row needs."""
+    """Raise FormatError if a batch lacks a tensor that the packed row is made from."""
     for name, remedy in (
         ("tokens", "pass a batch of BatchAssembler or BatchLoader"),
         ("labels", 'make batches with form="wide"'),
@@ -138,7 +137,7 @@ def _require_complete(batch: Mapping[str, Any]) -> None:
 
 
 def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the start of each sequence in the flattened rows, and its number of tokens; both int64 [n]."""
+    """Return the start of each sequence among the positions of all rows, and its number of tokens, both int64 [n]."""
     padding, bounds = batch["padding_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"]).long()
     count, width = padding.shape
     tokens_before = torch.nn.functional.pad((~padding).cumsum(1), (1, 0))
@@ -155,7 +154,7 @@ def _running_sums(lengths: Tensor) -> Tensor:
 
 
 def _visual_inputs(batch: Mapping[str, Any]) -> Any:
-    """Return the processor's tensors as Bridge's object. Raise FormatError if the batch has anything else."""
+    """Return Bridge's object with the outputs of the processor. FormatError: the batch has other entries too."""
     container = import_module("megatron.bridge.training.utils.visual_inputs").GenericVisualInputs
     places = [field.name for field in fields(container)]
     if unknown := sorted(set(batch) - {*_TEXT, *_BOUNDS, *places}):
@@ -172,8 +171,7 @@ class VLMPacks(Shown, Dataset[int]):
     Each item is the number of a pack; ``collate_fn`` reads the packs.
 
     Args:
-        assembler: makes batches in the form that ``bridge_vlm_batch`` takes. Its ``seq_length`` is the length of the
-            rows.
+        assembler: makes the batches for ``bridge_vlm_batch``; rows have its ``seq_length``.
     """
 
     def __init__(self, assembler: BatchAssembler) -> None:
@@ -191,10 +189,7 @@ class VLMPacks(Shown, Dataset[int]):
         return int(index)
 
     def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:
-        """Return the batch of these packs (see ``bridge_vlm_batch``).
-
-        Raise ValueError if they need more than one row.
-        """
+        """Return the batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
         batch, assembler = self.assembler.assemble(packs), self.assembler
         return bridge_vlm_batch(
             batch,
