@@ -1,7 +1,7 @@
-"""The inspector's page in Chromium: clicked, read, walked through by keyboard, in the dark, on paper.
+"""The inspector's page in Chromium: clicks, text, keyboard navigation, dark mode and print.
 
-``make test-browser`` installs what this needs and keeps screenshots in build/screenshots; elsewhere, what is missing
-skips it.
+``make test-browser`` installs the requirements and writes screenshots to build/screenshots. In other runs, missing
+packages skip these tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 pytestmark = pytest.mark.browser
 
-REQUIRED = os.environ.get("SFT_IDX_BROWSER") == "1"  # set by make test-browser: what is missing is then a failure
+REQUIRED = os.environ.get("SFT_IDX_BROWSER") == "1"  # set by make test-browser: missing packages are then an error
 SHOTS = Path(__file__).parents[2] / "build/screenshots"
 OFFLINE = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -72,7 +72,7 @@ PICTURED = """() => {
 
 
 def opened(chromium: Any, path: Path, **options: Any) -> Any:
-    """The page in a context of its own, which fails the test on any error and any request but for the page itself."""
+    """Open the page in a new context. Any error, and any request except for the page, fails the test."""
     page = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}).new_page()
     page.set_default_timeout(20_000)
     page.problems = []
@@ -140,7 +140,7 @@ def test_links_open_the_packs_they_lead_to(chromium: Any, demo: Path) -> None:
     number = link.get_attribute("href").removeprefix("#")
     target = page.locator(f"#{number}")
     page.evaluate("document.querySelectorAll('details').forEach(pack => { pack.open = false })")
-    for _ in range(2):  # the second time the address does not change
+    for _ in range(2):  # the address does not change the second time
         link.click()
         page.wait_for_function("id => document.activeElement.closest('details.pack')?.id === id", arg=number)
         assert target.get_attribute("open") is not None
@@ -203,7 +203,7 @@ def test_packs_are_chosen_and_ordered(chromium: Any, tmp_path: Path) -> None:
     )
     page.keyboard.type("jk")
     assert page.evaluate("document.activeElement.id") == "text"
-    # A link into a pack that is not shown brings all back.
+    # A link into a hidden pack shows all packs again.
     page.locator("table.packs a").last.click()
     page.wait_for_function("document.activeElement.closest('details.pack')?.id === 'pack-8'")
     assert shown() == [*range(9)]
@@ -449,7 +449,7 @@ def test_hostile_text_runs_nothing(chromium: Any, tmp_path: Path) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(pack => { pack.open = true })")
     assert page.evaluate("window.hacked") is None
     assert HOSTILE[0] in page.inner_text("#pack-0")
-    # Even a script that got in would not run: the page's policy names its own by its hash.
+    # Even an injected script would not run: the page's policy allows only its own script, by hash.
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0

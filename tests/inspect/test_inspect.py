@@ -1,4 +1,4 @@
-"""The inspect verb: what it says of shards, to people and to programs."""
+"""The command ``inspect``: its output for people and for programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def write_texts(prefix: Path, packs: list[list[str]], **options: Any) -> None:
-    """Packs of these texts as sequences, the second half of each trained."""
+    """Write packs of these texts as sequences. The second half of each is trained."""
     samples = []
     for texts in packs:
         ids = [ids_of(text) for text in texts]
@@ -90,7 +90,7 @@ def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
 
 
 class Terminal(io.StringIO):
-    """Says that it is one."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -174,7 +174,7 @@ def test_find_names_the_token_behind_a_character_of_several(tmp_path: Path, befo
     x = len(raw) - 2
     write_samples(tmp_path / "x", [sample_of([len(raw)], lambda p: int(p == x), lambda p: raw[p])])
 
-    def by_bytes(ids: list[int]) -> str:  # as SentencePiece does: each byte of an unfinished character by itself
+    def by_bytes(ids: list[int]) -> str:  # like SentencePiece: each byte of an incomplete character separately
         return bytes(ids).decode("utf-8", "surrogateescape").translate(dict.fromkeys(range(0xDC80, 0xDD00), 0xFFFD))
 
     found = {text: next(find_text(Shard(tmp_path / "x"), text, by_bytes)) for text in "🫖xy"}
@@ -327,7 +327,7 @@ def test_the_only_shard_of_a_folder_or_glob_is_taken(chats: Path, tmp_path: Path
     outcome = command("inspect", tmp_path)
     assert outcome.code == 1
     assert f"{tmp_path}: 7 shards are here, one is inspected at a time; name it: {tmp_path}/a, " in outcome.err
-    (tmp_path / "b").mkdir()  # a folder beside the shard of its name
+    (tmp_path / "b").mkdir()  # a folder next to the shard with the same name
     assert command("inspect", tmp_path / "b").code == 0
 
 
@@ -344,7 +344,7 @@ def test_a_remote_shard_is_inspected_like_a_local_one(tmp_path: Path, monkeypatc
 
 
 def write_damaged(prefix: Path) -> None:
-    """A shard with weights that are no numbers."""
+    """Write a shard with weights that are not numbers."""
     write_samples(prefix, [sample_of([5], lambda p: 0.5, lambda p: p)], mask_dtype=np.float32)
     np.array([0.5, np.nan, np.inf, 0.5, 0], "<f4").tofile(f"{prefix}.loss.bin")
 

@@ -1,4 +1,4 @@
-"""The inspector's page as a file: what is in it, what never is, how large it becomes."""
+"""The inspector's page as a file: required and forbidden contents, and its size."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     for text in (HOSTILE[0], HOSTILE[1], HOSTILE[4]):
         assert text in shown
     assert not {c for c in raw.decode() if ord(c) < 32} - {"\n"}
-    assert "49" not in shown  # nothing of the data is a template
+    assert "49" not in shown  # data is never treated as a template
 
 
 def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
 
 
 def worst(name: str) -> tuple[list[Any], dict[str, Any]]:
-    """Shards that would like to make a large page."""
+    """Return shards that could make a page large."""
     if name == "one-token sequences":
         return [sample_of([1] * 20_000, lambda p: 0, lambda p: 65_000)] * 12, {}
     if name == "masks that flicker":
@@ -252,7 +252,7 @@ def test_headings_and_controls_have_names(tmp_path: Path) -> None:
 @given(st.floats(0, 1e12), st.floats(1e-3, 1e12), st.integers(1, 9), st.booleans())
 def test_ticks_are_few_ascending_and_told_apart(low: float, span: float, most: int, whole: bool) -> None:
     if span < low * 1e-3:
-        return  # no axis here spans so little
+        return  # no axis here has such a small range
     ticks = nice_ticks(low, low + span, most, whole=whole)
     values = [value for value, _ in ticks]
     assert len(ticks) <= most + 1
@@ -274,7 +274,7 @@ def linear(colour: str) -> np.ndarray:
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
-# Machado, Oliveira and Fernandes 2009, severity 1: what people without one kind of cones see.
+# Machado, Oliveira and Fernandes 2009, severity 1: colours seen by people without one kind of cones.
 SEEN = {
     "all cones": np.eye(3),
     "no long": np.array(
@@ -290,7 +290,7 @@ SEEN = {
 
 
 def oklab(rgb: np.ndarray) -> np.ndarray:
-    """Ottosson's OKLab, in which equal distances look about equally different."""
+    """Convert to Ottosson's OKLab, in which equal distances look about equally different."""
     cones = np.array(
         [
             [0.4122214708, 0.5363325363, 0.0514459929],
@@ -315,7 +315,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def palette_of(mode: int) -> dict[str, str]:
-    """The colours in daylight, in the dark, and in print, which keep those of daylight that they do not set."""
+    """Return the colours of a mode: light, dark or print. Colours that a mode does not set are as in light."""
     found = colours(pages._resource("page.css"))
     return found[0] | found[mode]
 
@@ -356,7 +356,7 @@ def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, said:
 def test_texts_of_tokens_make_up_the_whole() -> None:
     spelled = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: b"\x07"}
 
-    def decode(ids: list[int]) -> str:  # as sentencepiece does, without the space that a text begins with
+    def decode(ids: list[int]) -> str:  # like sentencepiece, without the space at the beginning of a text
         return b"".join(spelled[one] for one in ids).decode("utf-8", "replace").removeprefix(" ")
 
     found = token_texts(np.array([4, 1, 2, 3, 4, 5]), decode)
