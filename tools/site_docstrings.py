@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 
-class Examples(griffe.Extension):
+class Examples(griffe.Extension):  # type: ignore[misc]
     """Spell the heading of examples in docstrings as griffe knows it."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
