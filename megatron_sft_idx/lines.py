@@ -2,8 +2,7 @@
 
 File names and data can contain line ends, terminal escape sequences, invisible characters that reorder or break lines,
 and bytes that are not UTF-8. ``on_one_line`` replaces these with pictures or numbers. ``EscapedLines`` does the same
-for
-everything printed to a stream, so commands can use plain ``print``. ``print_layout`` is for text whose line breaks,
+for everything printed to a stream, so commands can use plain ``print``. ``print_layout`` is for text whose line breaks,
 tabs and colours are layout, and in which the data are already escaped. ``Shown`` and ``shown_by_fields`` define the
 ``repr`` of the classes of this package.
 """

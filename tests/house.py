@@ -42,6 +42,7 @@ HEAVY = (
 TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "examples", "README.md"),
     *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
+    "mkdocs.yml",
 }
 # File names are unique, so that a name in a traceback identifies the file. These names are allowed in several folders.
 SHARED_NAMES = {"local": {"storage", "tokenize"}}

@@ -33,6 +33,7 @@ TESTS = (
     "chunk_folder",
     "pretrain_script",
     "pretrain_runner",
+    "docstring_examples",
 )
 # Installed without what it asks for, CUDA kernels and 30 packages. Of these, its data modules need datasets, and its
 # models for Qwen-VL the others.

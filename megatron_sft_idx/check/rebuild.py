@@ -446,8 +446,7 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     """Compare a header that was derived from the data with other evidence of the original data.
 
     The evidence is in the columns, because a shard id follows from the checksums of the four data files, and in a
-    damaged
-    ``.seq.idx``, which may still contain these checksums.
+    damaged ``.seq.idx``, which may still contain these checksums.
 
     Returns:
         Whether one of them proves that the data is unchanged, and a note for the user.

@@ -57,6 +57,12 @@ class Report:
         omitted: number of further findings, by rule.
         notes: information that breaks no rule: remains of a build next to the shard, checks that were not possible.
         counts: numbers of packs, sequences and tokens from the header; empty if the header is unreadable.
+
+    Example:
+        >>> from megatron_sft_idx import verify_shard
+        >>> for line in verify_shard("data/chats").lines():
+        ...     print(line)
+        data/chats: ok: 7 packs, 16 sequences, 47 tokens; checked: headers, sizes and ends
     """
 
     prefix: str
@@ -127,6 +133,15 @@ def verify_shard(
         FormatError: an argument has a value that no shard allows.
         ShardNotFoundError: the prefix has no file of a shard or of its build.
         OSError: a file cannot be opened or read, which ends the verification at once.
+
+    Example:
+        >>> verify_shard("data/chats", full=True).ok
+        True
+        >>> with open("data/chats.bin", "r+b") as file:
+        ...     nbytes = file.write(bytes([1]))  # another first token
+        >>> report = verify_shard("data/chats", full=True)
+        >>> report.ok, [(finding.path, finding.rule) for finding in report.findings]
+        (False, [('data/chats.bin', 'F3')])
     """
     paths = ShardPaths.of(prefix)
     if vocab_size is not None and vocab_size < 1:

@@ -184,6 +184,15 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
     Raises:
         FormatError: there is no tokenizer at the path.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> show_pack(Shard("data/sums")[0], "tools/demo/tokenizer")
+        ── sequence 0, positions 0 to 18, 4 of 19 tokens trained ──
+        <|im_start|>user
+        What is 12 x 12?<|im_end|>
+        <|im_start|>assistant
+        [[144.<|im_end|>]]
     """
     if not isinstance(pack, Mapping) or not pack.keys() >= Pack.__required_keys__:
         raise FormatError(f"pack: {brief(pack)}, expected ds[i] of a dataset of this package")

@@ -64,6 +64,17 @@ class BatchLoader(Shown):
         keep: number of batches that are valid at the same time.
         copy: return new tensors.
         pin_memory: pin the buffers, so that copies to a GPU are asynchronous. Without a GPU, nothing is pinned.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training import BatchAssembler
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> assembler = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=16)
+        >>> for batch in BatchLoader(assembler, [[0, 3], [6, 1], [4]]):
+        ...     print(list(batch["tokens"].shape), int(batch["loss_mask"].sum()), "trained tokens")
+        [2, 16] 3 trained tokens
+        [2, 16] 4 trained tokens
+        [1, 16] 2 trained tokens
     """
 
     def __init__(
