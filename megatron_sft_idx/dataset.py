@@ -132,7 +132,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
-        """Open the shard. The arguments are those of the constructor."""
+        """Open the shard. See the constructor for the arguments."""
         if multimodal:
             raise FormatError(
                 f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"

@@ -100,12 +100,11 @@ class EscapedLines:
     """A text stream that keeps each printed text on one line.
 
     ``print`` writes a text and then a separate line end, so line ends inside a text are data. If a text ends with a
-    line
-    end, the next text decides: before a separate line end it is data; otherwise it ends the line, as in logging's
+    line end, the next text decides: before a separate line end it is data; otherwise it ends the line, as in logging's
     output.
 
     Args:
-        stream: the underlying stream; all methods that are not defined here are those of this stream.
+        stream: the underlying stream; methods that are not defined here are forwarded to it.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -48,7 +48,7 @@ _PARTLY = ("rebuild", "column", "removal")
 
 @dataclass(frozen=True)
 class FileState:
-    """What a rebuild found and did about one of the five files, or a column.
+    """The result of a rebuild for one of the five files, or for a column.
 
     Attributes:
         path: path of the file.

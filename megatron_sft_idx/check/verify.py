@@ -382,7 +382,10 @@ def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | No
 def _check_counts(
     walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
 ) -> None:
-    """Compare the header's counts with those of the walk (H9), each only if all its data could be read."""
+    """Compare the header's counts with the counts of the walk (H9).
+
+    Skips a count if some of its data could not be read.
+    """
     all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
     all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
     for name, comparable in (

@@ -5,8 +5,8 @@ The raw index has the start and length of each row of a JSON-lines file, for ran
 it, and its tools read it. It has nothing in common with Megatron's ``.idx`` except the suffix; the first bytes
 distinguish them. As in Modalities, a carriage return belongs to its row, and rows that are not JSON are errors or
 dropped. Unlike there, blank lines are not rows. From February to December 2024, Modalities wrote indexes whose lengths
-count characters: with any non-ASCII text they truncate rows. No index says which kind it is, so every read checks the
-bytes before and after the row.
+count characters: with any non-ASCII text they truncate rows. An index does not show which kind it is, so every read
+checks the bytes before and after the row.
 
 The datasets read the token stream of a ``.pbin`` in blocks of one size, with documents concatenated. They are for users
 who migrate and want to see what their model was trained on. Both have no masks, and blocks cross documents. To train on

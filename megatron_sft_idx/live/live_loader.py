@@ -464,7 +464,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
 def _holding_shards(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
     """Yield the micro-batches of a walk, each with its shards open."""
     for wanted in walk:
-        # The shards of the micro-batch, and those of the open group. All others may be closed, because the packs of one
+        # The shards of the micro-batch and of the open group. All others may be closed, because the packs of one
         # micro-batch are read before the next one is requested.
         shards_of_rows = np.asarray(wanted.packs)[:, 0].tolist()
         source.hold([*shards_of_rows, *wanted.state.open_shards])

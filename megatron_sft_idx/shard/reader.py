@@ -83,7 +83,7 @@ class Shard(Shown):
             mapping is slow or not allowed; slices are then copies. ``reopen`` is for thousands of shards: it holds
             neither maps nor descriptors and opens a file for each slice; it also reads the index arrays into memory, in
             time proportional to the number of packs. A ``ReadOptions`` object replaces this argument and the next two.
-        advice: the access pattern that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
+        advice: the access pattern that the kernel should expect: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; the method ``huge_pages`` returns how many the kernel provided.
         copy: return writable copies instead of read-only views, and encoded images and audio as ``bytes``.
         index_cache: local folder for copies of the index files of a remote shard. None uses the environment variable
@@ -146,7 +146,7 @@ class Shard(Shown):
 
     @cached_property
     def columns(self) -> ShardColumns:
-        """The columns by name: those that the shard was written with and those attached later."""
+        """The columns by name: columns in the header of the shard, and columns attached later."""
         return ShardColumns(self._paths, self.header, self.backend)
 
     @cached_property
@@ -436,12 +436,12 @@ def checked_packs(
 
 
 def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Return where packs lie in their files, in reading order: for each pack first the tokens, then the mask.
+    """Return the positions of packs in their files, in reading order: for each pack first the tokens, then the mask.
 
     Packs whose offsets point outside the files are omitted; reading one is an error.
 
     Args:
-        shards: the open files of shards, each of which holds at least one of the packs.
+        shards: the open files of shards; each holds at least one of the packs.
         slots: index into ``shards`` of the shard that holds each pack, int64 [packs].
         packs: the number of each pack in its shard, int64 [packs].
     """

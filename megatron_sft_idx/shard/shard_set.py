@@ -34,8 +34,8 @@ from megatron_sft_idx.storage.remote.store import matching_objects, object_exist
 from megatron_sft_idx.storage.remote.transport import request_pool
 
 # Maximum number of mapped shards. An open shard holds four maps, or five descriptors with pread, and two more of either
-# with images or audio. Some cluster file systems allow a process only about 590 maps, some of which torch and Megatron
-# need; 256 descriptors is a common limit.
+# with images or audio. Some cluster file systems allow a process only about 590 maps, and torch and Megatron need some
+# of them; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
 # A set of more shards is read into memory if its tokens, masks and index arrays have at most this many bytes.
 MEMORY_NBYTES = 1 << 30
@@ -340,7 +340,7 @@ class ShardSet(Shown):
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
-        """Like ``packs_before``, but for sequences."""
+        """The counterpart of ``packs_before`` for sequences."""
         return running_sums(header.num_sequences for header in self.headers)
 
     @property

@@ -1,8 +1,8 @@
-"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, from any source of packs.
+"""``BatchAssembler`` converts packs of any source to the batches of tensors that Megatron trains on.
 
 A row of S = ``seq_length`` positions holds the concatenated sequences of one pack, then padding. Labels are the tokens
 shifted left inside each sequence. At the last position of a sequence and on padding, the label is the pad id and the
-loss mask is 0. The padding at the end (the tail) is a segment of its own: it has an entry in ``cu_seqlens``, its
+loss mask is 0. The padding at the end (the tail) is a separate segment: it has an entry in ``cu_seqlens``, its
 positions count from 0, no sequence attends to it, and ``max_seqlen`` covers it.
 
 With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m when it is read.

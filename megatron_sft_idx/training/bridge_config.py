@@ -1,4 +1,4 @@
-"""Shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later.
+"""Use shards as ``config.dataset`` of Megatron-Bridge, 0.6 or later.
 
 ``BridgePackedConfig`` is for text, ``BridgeVLMConfig`` for text with images.
 """

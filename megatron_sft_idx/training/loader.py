@@ -175,7 +175,7 @@ class _Slot:
         return self._buffer
 
     def given_back(self) -> None:
-        """Note that the trainer has finished with the batch; copies to a GPU may still be running."""
+        """Record that the trainer has finished with the batch; copies to a GPU may still be running."""
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -184,7 +184,7 @@ class _Slot:
 class _Line(NamedTuple):
     """The queues by which slots circulate between the thread and the trainer.
 
-    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` tells the thread to end.
+    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` stops the thread.
     """
 
     free: SimpleQueue[_Slot | None]

@@ -46,7 +46,7 @@ _TEXT_OUTPUTS: Final = (
     "text_replacement_offsets",
 )
 _MOST_THREADS: Final = 8
-# Kinds of layers that keep the sequences of a row apart by their positions.
+# Kinds of layers in which position_ids keep attention from crossing sequences.
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -210,7 +210,7 @@ class MediaInputs(Shown):
 
     @property
     def _pool(self) -> ThreadPoolExecutor:
-        """The thread pool of this process; a fork does not inherit the threads of its parent."""
+        """Return the thread pool of this process. A forked process does not inherit the threads of its parent."""
         if self._pool_of is None or self._pool_of[0] != os.getpid():
             threads = self.threads or (1 if get_worker_info() else min(os.cpu_count() or 1, _MOST_THREADS))
             self._pool_of = os.getpid(), ThreadPoolExecutor(threads, thread_name_prefix="media")
@@ -233,7 +233,7 @@ class MediaInputs(Shown):
                 given[name] = of_kind
         if "audio" in given:
             given["sampling_rate"] = loaded.sampling_rate
-        # The placeholders are given too, so that the processor tells how many positions it means for each item.
+        # With placeholders in the text, the processor also returns the number of positions of each item.
         text = "".join(loaded.placeholders[item.kind] for item in batch.items)
         try:
             made = loaded.processor(
@@ -268,7 +268,7 @@ class MediaInputs(Shown):
             ) from None
 
     def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
-        """FormatError if a sequence has a placeholder token that belongs to no image or recording."""
+        """Raise FormatError if a sequence has a placeholder token that belongs to no image or recording."""
         kinds = {
             number: kind
             for kind, placeholder in self._loaded.placeholders.items()
@@ -291,7 +291,7 @@ class MediaInputs(Shown):
                 )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
-        """FormatError if the processor makes another number of positions of an item than the shard has for it."""
+        """Raise FormatError if the processor produces more or fewer positions for an item than the shard has."""
         if len(replaced) != len(batch.items):
             raise FormatError(f"{self._loaded.name} replaced {len(replaced)} placeholders of {len(batch.items)}")
         for item, each in zip(batch.items, replaced, strict=True):
@@ -348,12 +348,12 @@ class _Loaded(NamedTuple):
 
     @property
     def sampling_rate(self) -> int:
-        """Samples a second of the recordings that it takes."""
+        """The sampling rate in Hz that the processor expects."""
         return int(audio_part(self.processor).sampling_rate)
 
     @classmethod
     def of(cls, processor: Any, config: Any) -> _Loaded:
-        """FormatError: see ``MediaInputs``."""
+        """Load a processor and the configuration of its model. Raises FormatError as described for ``MediaInputs``."""
         try:
             import transformers
         except ImportError as error:
@@ -380,10 +380,10 @@ class _Loaded(NamedTuple):
         return cls(processor, placeholders, ids, _rope_index(model, config))
 
     def positions(self, known: Mapping[str, Any]) -> Tensor:
-        """What the model says are the positions of sequences, int64 [sequences, 3, tokens].
+        """Return the model's positions for sequences, int64 [sequences, 3, tokens].
 
         Args:
-            known: what its function may ask for, by name.
+            known: arguments for ``get_rope_index``, by name. Arguments that it does not take are left out.
         """
         assert self.rope_index is not None
         wanted = inspect.signature(self.rope_index).parameters
@@ -408,7 +408,7 @@ class _Loaded(NamedTuple):
 
 
 def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, str]:
-    """The tokens at which a model looks for features, by id; those of the placeholder where nothing else is said."""
+    """Return the tokens at which a model inserts features, by id. By default this is the placeholder."""
     tokenizer = processor.tokenizer
     numbers = [number for number in getattr(processor, f"{kind}_token_ids", None) or () if isinstance(number, int)]
     numbers = numbers or [int(tokenizer.convert_tokens_to_ids(placeholder))]
@@ -416,10 +416,10 @@ def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, s
 
 
 def _require_known_inputs(model: Any) -> None:
-    """FormatError where the attention of a model depends on the type of each token, which it takes as an argument.
+    """Raise FormatError if a model's attention depends on the type of each token (``mm_token_type_ids``).
 
-    In transformers 5.24 the sliding layers of such a model look up these types at the wrong positions of packed rows.
-    Models with ``get_rope_index`` take ``mm_token_type_ids`` for nothing but that function.
+    In transformers 5.24, sliding layers of such models look up these types at wrong positions of packed rows. Models
+    with ``get_rope_index`` use ``mm_token_type_ids`` only in that function.
     """
     taken = inspect.signature(model.forward).parameters
     names = ["token_type_ids"] if hasattr(model, "get_rope_index") else ["token_type_ids", "mm_token_type_ids"]
@@ -431,7 +431,7 @@ def _require_known_inputs(model: Any) -> None:
 
 
 def _require_attention(config: Any) -> None:
-    """FormatError where layers are not attention: transformers does not keep the sequences of a row apart in these."""
+    """Raise FormatError if a model has layers other than attention, where transformers mixes the sequences of a row."""
     text = config.get_text_config()
     others = sorted({*(getattr(text, "layer_types", None) or ())} - _ATTENTION)
     others += [name for name in vars(text) if name.startswith("mamba")][:1]
@@ -443,9 +443,10 @@ def _require_attention(config: Any) -> None:
 
 
 def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> None:
-    """FormatError where a model takes nothing of what a processor makes of images, or of recordings.
+    """Raise FormatError if a model takes none of the processor's tensors for images, or none for recordings.
 
-    Such is a language model that was meant to be the model around it. Positions would be counted as it counts them.
+    This happens if the language model inside a multimodal model was passed instead of the whole model. Its way of
+    counting positions would be used without an error.
     """
     taken = inspect.signature(model.forward).parameters
     for kind in kinds:
@@ -459,7 +460,7 @@ def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> Non
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """The class of a model. FormatError: transformers has none for the configuration."""
+    """Return the class of a model. Raise FormatError if transformers has none for the configuration."""
     mappings = ("MODEL_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
     found = [mapping[type(config)] for name in mappings if type(config) in (mapping := getattr(transformers, name, {}))]
     if not found:
@@ -468,7 +469,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def _rope_index(model: Any, config: Any) -> Callable[..., Any] | None:
-    """The function of a model that counts positions in three dimensions, of a model without weights; None for none."""
+    """Return ``get_rope_index`` of a model created without weights, or None if it has none."""
     if not hasattr(model, "get_rope_index"):
         return None
     with torch.device("meta"):

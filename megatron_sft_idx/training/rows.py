@@ -473,7 +473,7 @@ class MicroBatches:
 class PackedBatchSampler(Shown):
     """The sample numbers of one data-parallel rank, one list per micro-batch; a DataLoader's ``batch_sampler``.
 
-    The arguments are those of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
+    It takes the arguments of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
 
     Args:
         dataset: the data set.

@@ -456,7 +456,7 @@ def _require_no_stock_dataset(path: str) -> None:
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in a different order in each epoch; see ``megatron_sft_idx.training.rows``.
 
-    For a path of pretraining data, the rows and their order are those of Megatron's ``GPTDataset``.
+    For a path of pretraining data, the rows and their order are the same as in Megatron's ``GPTDataset``.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its ``rows``, which are small.
 

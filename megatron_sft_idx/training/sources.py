@@ -223,7 +223,7 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
     return values
 
 
-# What to do about a shard with images or audio, where batches cannot carry them and where they can.
+# Remedies for a shard with images or audio: if batches cannot carry them, and if they can.
 TEXT_ALONE: Final = "pass ignore_media=True (--ignore-media) to train on the text alone"
 CARRIED_BY: Final = f"pass media=MediaInputs(FOLDER), so that batches carry them (docs/media.md), or {TEXT_ALONE}"
 

@@ -1,4 +1,4 @@
-"""``as_torch``: packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
+"""``as_torch``: read packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
 
 The loss mask of a shard is aligned with labels: entry j says whether predicting token j + 1 is trained. Models of
 transformers shift labels themselves: they expect at position j + 1 the id of token j + 1 if it is trained, else -100.
@@ -48,7 +48,7 @@ from megatron_sft_idx.training.sources import CARRIED_BY, blend_weights, require
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
-# What to do about a shard whose answers are judged by one of these columns.
+# The remedy in the error message for a shard with one of these columns.
 _REMEDIES = {
     "pair": "pass preferences=True and use dpo_loss (docs/preferences.md)",
     "label": "use BatchAssembler with columns=['label'] and a loss that takes it (docs/preferences.md)",
@@ -124,7 +124,7 @@ class WeightedPacks(Shown):
         self.members, self._shares = members, np.array(weights, np.float64) / math.fsum(weights)
         sizes = np.array([len(member) for member in members])
         if num_packs is None:
-            with np.errstate(divide="ignore", over="ignore"):  # a share may be as good as none
+            with np.errstate(divide="ignore", over="ignore"):  # a share can be almost 0
                 each = sizes / self._shares
             if (needed := float(each.max()) * (1 - 1e-12)) > _MOST_PACKS:
                 raise FormatError(
@@ -180,7 +180,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     ) -> None:
         check_media_options(media, ignore_media)
         if layout == "flash" and media is not None:
-            # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
+            # LlavaModel, for example, passes the boundaries to the image encoder too, and its attention would use them.
             raise FormatError(
                 "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
                 " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
@@ -225,7 +225,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         """
         pack = self.packs[index]
         if self.media is None:
-            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # of packs of any class
+            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # packs of any class
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
         tensors: dict[str, Any] = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
         if self.media is not None:
@@ -290,7 +290,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             positions = text_positions(ids.shape, rows, starts, lengths)
         batch |= run_step(step, MediaBatch(ids, positions, rows, starts, lengths, items), batch)
         if (of_model := batch.pop("mrope_position_ids", None)) is not None:
-            # Models take the first of four for the positions of the text, by which they find sequences in a row.
+            # Models use the first of the four as text positions, from which they find the sequences of a row.
             is_padded = self.layout == "padded"
             batch["position_ids"] = of_model if is_padded else torch.cat([positions[None], of_model])
 
@@ -305,13 +305,13 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return {"input_ids": rows(ids, 0), key: rows(marks, filler), "attention_mask": rows(torch.ones_like(ids), 0)}
 
     def _flattened(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
-        if missing := -len(ids) % self.pad_to_multiple_of:  # the padding is a sequence by itself, without a label
+        if missing := -len(ids) % self.pad_to_multiple_of:  # padding is a separate sequence without labels
             ids, marks = pad(ids, (0, missing)), pad(marks, (0, missing), value=filler)
             lengths = pad(lengths, (0, 1), value=missing)
         ends = lengths.cumsum(0)
         positions = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
         batch: dict[str, Any] = {"input_ids": ids[None], key: marks[None], "position_ids": positions[None]}
-        # With a cache, which models make unasked, transformers does not look for sequences in the positions.
+        # Models use a cache by default, and with a cache transformers does not derive sequences from positions.
         batch["use_cache"] = False
         if self.layout == "flash":
             bounds, longest = torch.cat([ends.new_zeros(1), ends]).int(), int(lengths.max())

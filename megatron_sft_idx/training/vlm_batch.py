@@ -143,7 +143,7 @@ def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     tokens_before = torch.nn.functional.pad((~padding).cumsum(1), (1, 0))
     lengths = tokens_before.gather(1, bounds).diff(dim=1)
     starts = bounds[:, :-1] + torch.arange(count)[:, None] * width
-    kept = lengths > 0  # what has no token is padding
+    kept = lengths > 0  # a sequence without tokens is padding
     if not kept.any():
         raise FormatError("batch: has no tokens; Megatron-Bridge has no packed row without a sequence")
     return starts[kept], lengths[kept]
@@ -168,7 +168,7 @@ def _visual_inputs(batch: Mapping[str, Any]) -> Any:
 class VLMPacks(Shown, Dataset[int]):
     """Packs with images as a data set for Megatron-Bridge's loader, which calls ``collate_fn`` in its workers.
 
-    An item is the number of a pack.
+    Each item is the number of a pack; ``collate_fn`` reads the packs.
 
     Args:
         assembler: makes the batches for ``bridge_vlm_batch``; rows have its ``seq_length``.
