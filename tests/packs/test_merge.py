@@ -1,4 +1,4 @@
-"""Many shards to one: the same packs in the same order, and nothing from shards that do not go together."""
+"""Many shards to one: the same packs in the same order, and nothing from shards that does not match."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_heap_does_not_grow_with_packs_or_tokens(
     assert peaks[2] < 8 << 20
 
 
-# ---- shards that do not go together ----
+# ---- shards that does not match ----
 
 TOKENIZER = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 1000}, "chat_template": {"fingerprint": "ttt"}}
 DIFFERENT = [

@@ -24,7 +24,7 @@ from megatron_sft_idx.training.provider import build_datasets, train_valid_test_
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder to work in, with shards that do not go together and rows that train nothing, in one process."""
+    """A folder to work in, with shards that does not match and rows that train nothing, in one process."""
     with some_shards(tmp_path_factory.mktemp("world")) as here, lone_process():
         assert command("pack", "data/chats.unpacked", "--seq-length", 2048, "--output-prefix", "data/long").code == 0
         silent = chat()
@@ -132,16 +132,16 @@ def test_what_training_says(
         "capacity is 2048": lambda: built("1", "data/chats", "1", "data/long", length=2048),
         "tokenized with": lambda: built("data/chats", tokenizer_fingerprint="another"),
         "the valid split is empty": lambda: built("data/chats", split="99,1,0"),
-        "nothing to validate on": lambda: evaluated("data/chats"),
+        "there is no validation data": lambda: evaluated("data/chats"),
         "only its .bin": lambda: built("data/stock"),
         "paths without weights": lambda: evaluated("data/chats", "data/chats", split="50,50,0"),
         "rows of 4096": lambda: warned(caplog, "data/chats", 4096),
         "1 of 2 ": lambda: warned(caplog, "data/few", 64),
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
         "--vocab-size 128": lambda: script("--vocab-size", 128),
-        "holds images or audio": with_images,
-        "remove it, and it is made anew": cut_plan,
-        "the content is another one": replaced,
+        "contains images or audio": with_images,
+        "it will be created again": cut_plan,
+        "the content has changed": replaced,
         "attention te": no_engine,
         "nobody knows yet": lambda: refused_option(capsys, "--data-path", "live:data/live"),
         "its run had --seed": another_seed,
