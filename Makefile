@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-base test-megatron test-trainers test-media test-ray test-browser test-cloud test-gpu sanitize fuzz bench wheels demo clean
+.PHONY: help venv build lint format test test-slow test-base test-megatron test-trainers test-media test-ray test-browser test-cloud test-gpu sanitize fuzz bench wheels docs demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,13 @@ bench: $(VENV)/built  ## the board, in under 20 minutes: everything compared wit
 wheels: $(VENV)/built  ## dist/: a source distribution, and a wheel for each Python found here, tried in a fresh environment
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[wheels]'
 	@$(BIN)/python tests/matrix.py wheels
+
+# The package is installed already, so pip installs only what the extra lists, and compiles nothing.
+# Strict: a link, an anchor or a name that leads nowhere is an error, and so is a page that the navigation lacks.
+docs: $(VENV)/base  ## the documentation as a site with search and an API reference, in build/site
+	@$(PIP) install --constraint constraints.txt 'megatron-sft-idx[docs]'
+	@NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html; to search, too: $(BIN)/python -m http.server --directory build/site"
 
 demo: $(VENV)/native  ## pack bundled chats into a shard in demo-out, verify and read it, write a page to look at
 	@$(BIN)/python tools/demo/run.py

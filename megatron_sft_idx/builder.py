@@ -39,6 +39,13 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
 
     Raises:
         FormatError: the format does not allow an argument, or the prefix already exists.
+
+    Example:
+        >>> from megatron_sft_idx import SFTIndexedDataset
+        >>> with SFTIndexedDatasetBuilder("data/built.bin", dtype=np.uint16, capacity=8) as builder:
+        ...     builder.add_pack([5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])  # two sequences, of three and two tokens
+        >>> SFTIndexedDataset("data/built")
+        <SFTIndexedDataset data/built: 1 packs of up to 8 tokens, 2 sequences, 5 tokens, 60.0% trained; backend mmap>
     """
 
     @checked
@@ -121,6 +128,14 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
             FormatError: its token dtype or its columns differ from this builder's.
             CorruptShardError: its files do not match the checksums; nothing is published.
             SequenceError: its packs do not fit this builder's capacity or mask dtype.
+
+        Example:
+            >>> from megatron_sft_idx import SFTIndexedDataset
+            >>> with SFTIndexedDatasetBuilder("data/both.bin") as builder:
+            ...     builder.add_index("data/chats")
+            ...     builder.add_pack([5, 6, 7], [1, 1, 0], [0])
+            >>> len(SFTIndexedDataset("data/both"))  # seven packs and one
+            8
         """
         shard = Shard(path_prefix)
         if shard.header.token_dtype != np.dtype(self.dtype):

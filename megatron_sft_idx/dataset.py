@@ -58,11 +58,10 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     """A packed SFT shard, read by pointer arithmetic over memory maps.
 
     ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``. The ids (in the on-disk dtype) and the
-    label-aligned mask are read-only views that stay valid after the dataset is gone. The boundaries
-    ``[0, start_1, ..., length]`` are a new int32 array. A shard with images or audio adds ``media``: a list of the
-    items
-    of the pack, each with its encoded file as a read-only view. ``ds[i]`` is the only method whose meaning differs from
-    the parent's, which returns only tokens; use ``get`` for that. Opening takes the same time for any number of packs.
+    label-aligned mask are read-only views that stay valid after the dataset is gone. ``seq_boundaries`` is a new int32
+    array ``[0, start_1, ..., length]``. A shard with images or audio adds ``media``: a list of the items of the pack,
+    each with its encoded file as a read-only view. Indexing is the only method whose meaning differs from the parent's,
+    where ``ds[i]`` is only the tokens; ``get`` returns these. Opening takes the same time for any number of packs.
 
     Args:
         path_prefix: the path that the five files share.
@@ -72,18 +71,27 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
             ``path_to_idx_cache``; None uses the default folder. Tokens and masks are read by exact ranges, so
             ``bin_chunk_nbytes`` has no effect, and ``mmap`` affects only the cached index files.
         s3_config: the parent's older name for ``object_storage_config``.
-        fast_cache_load, sequences_per_dataset, dtype_code: accepted, but without effect, because only the header is
-            parsed.
+        fast_cache_load: accepted, but without effect, because only the header is parsed.
+        sequences_per_dataset: see ``fast_cache_load``.
+        dtype_code: see ``fast_cache_load``.
         copy: return writable copies instead of read-only views, and encoded files as ``bytes``.
         backend: such as ``"pread"``; see ``Shard``. With None, ``mmap`` decides.
         advice: see ``Shard``. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
         huge_pages: see ``Shard``.
         columns: names of the columns to return with each pack.
-        columns: names of the columns whose values each pack has too.
 
     Raises:
         ShardNotFoundError: some of the five files, or a column, are missing.
         FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
+
+    Example:
+        >>> ds = SFTIndexedDataset("data/chats")
+        >>> ds.get(6, offset=2, length=3)  # as in the parent class
+        array([62, 63, 64], dtype=int32)
+        >>> ds[6]["loss_mask"]
+        array([1, 0, 1, 0, 0, 0, 1, 0, 0], dtype=uint8)
+        >>> ds[6]["seq_boundaries"]
+        array([0, 2, 5, 9], dtype=int32)
     """
 
     @checked
@@ -124,7 +132,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
-        """Open the shard. The arguments are those of the constructor."""
+        """Open the shard. See the constructor for the arguments."""
         if multimodal:
             raise FormatError(
                 f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False, and read images and"

@@ -26,7 +26,18 @@ _MAX_OFFERED = 3
 
 
 class SFTIndexError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of every error this package raises on purpose.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> for prefix in ["data/chats", "data/chat"]:
+        ...     try:
+        ...         print(prefix, "has", len(Shard(prefix)), "packs")
+        ...     except SFTIndexError as error:
+        ...         print(prefix, "cannot be read:", type(error).__name__)
+        data/chats has 7 packs
+        data/chat cannot be read: ShardNotFoundError
+    """
 
 
 class ShardNotFoundError(SFTIndexError, FileNotFoundError):
@@ -35,6 +46,14 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
     Attributes:
         prefix: the path the five files share.
         missing: paths of the missing files.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> try:
+        ...     Shard("data/chat")
+        ... except ShardNotFoundError as error:
+        ...     print(error.prefix, "has no shard:", len(error.missing), "files are missing, such as", error.missing[0])
+        data/chat has no shard: 5 files are missing, such as data/chat.bin
     """
 
     def __init__(self, prefix: str, missing: Sequence[str], remedy: str) -> None:
@@ -51,7 +70,16 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
 
 
 class FormatError(SFTIndexError, ValueError):
-    """A file, option or shard does not follow the format."""
+    """A file, option or shard does not follow the format.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> try:
+        ...     Shard("data/chats", backend="fast")
+        ... except FormatError as error:
+        ...     print(error)
+        data/chats: backend 'fast', choose one of mmap, os, pread, reopen
+    """
 
 
 class UnsupportedVersionError(FormatError):
@@ -61,6 +89,18 @@ class UnsupportedVersionError(FormatError):
         path: the file with this version.
         found: the version of the file.
         supported: the versions this package reads.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from megatron_sft_idx import Shard
+        >>> header = bytearray(Path("data/chats.seq.idx").read_bytes())
+        >>> header[8] = 2  # the version number is at byte 8
+        >>> nbytes = Path("data/chats.seq.idx").write_bytes(header)
+        >>> try:
+        ...     Shard("data/chats")
+        ... except UnsupportedVersionError as error:
+        ...     print(f"found version {error.found}, supported are {error.supported}")
+        found version 2, supported are [1]
     """
 
     def __init__(self, path: str, found: int, supported: Sequence[int]) -> None:
@@ -83,6 +123,16 @@ class CorruptShardError(FormatError):
         offset: byte offset of the broken bytes in that file.
         rule: the rule's number in FORMAT.md, such as ``"H3"``.
         detail: what was found, what was expected, and what to do.
+
+    Example:
+        >>> import os
+        >>> from megatron_sft_idx import Shard
+        >>> os.truncate("data/chats.bin", 100)  # as if copying it was interrupted
+        >>> try:
+        ...     Shard("data/chats")
+        ... except CorruptShardError as error:
+        ...     print(f"{error.path} is broken at byte {error.offset} (rule {error.rule})")
+        data/chats.bin is broken at byte 100 (rule F2)
     """
 
     def __init__(self, path: str, offset: int, rule: str, detail: str) -> None:
@@ -100,6 +150,15 @@ class SequenceError(SFTIndexError, ValueError):
         source: the origin of the row: a file, or the name of an argument.
         position: number of the line, row or pack in the source; None if the error is about the whole source.
         reason: why it cannot be used, and how to fix that.
+
+    Example:
+        >>> from megatron_sft_idx import pack_sequences
+        >>> lengths = [700, 5000, 600]
+        >>> try:
+        ...     pack_sequences(lengths, capacity=4096)
+        ... except SequenceError as error:
+        ...     print(f"sequence {error.position} has {lengths[error.position]} tokens")
+        sequence 1 has 5000 tokens
     """
 
     def __init__(self, source: str, position: int | None, reason: str) -> None:
@@ -120,6 +179,14 @@ class StorageError(SFTIndexError):
         path: the object.
         reason: the answer of the store, how long it was retried, and a remedy.
         missing: whether the object does not exist.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> try:
+        ...     Shard("s3://bucket/chats")  # without credentials
+        ... except StorageError as error:
+        ...     print("no access to", error.path)
+        no access to s3://bucket/chats.seq.idx
     """
 
     def __init__(self, path: str, reason: str, missing: bool = False) -> None:

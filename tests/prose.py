@@ -1,7 +1,8 @@
 """Check the project's English against a list of words: ``python tests/prose.py [FILE ...]``.
 
-The rules are in ``prose_words.txt``. They apply to Markdown outside of code, and to docstrings and comments of Python,
-C++ and the Makefile. Prints one line per match, and exits with 1 if there are any.
+The rules are in ``prose_words.txt``. They apply to Markdown outside of code, also in notebooks, and to docstrings and
+comments of Python, C++, YAML, shell scripts and the Makefile. Prints one line per match, and exits with 1 if there are
+any.
 
 ``prose_known.txt`` has the number of matches of older files. Without FILE, a file is reported only if it has more.
 ``--update`` writes the numbers again; they should only fall.
@@ -10,6 +11,7 @@ C++ and the Makefile. Prints one line per match, and exits with 1 if there are a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -19,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("prose_words.txt")
 KNOWN = Path(__file__).with_name("prose_known.txt")
-SUFFIXES, NAMES = (".md", ".py", ".cc", ".h"), ("Makefile", "pyproject.toml")
+SUFFIXES, NAMES = (".md", ".py", ".cc", ".h", ".sh", ".yaml", ".ipynb"), ("Makefile", "pyproject.toml")
 # Written by a program from names and strings elsewhere.
 GENERATED = ("tools/bench/RESULTS.md", "tools/bench/results/")
 
@@ -144,7 +146,11 @@ def prose_of(path: Path) -> tuple[str, str]:
         return "docs", prose_of_markdown(text)
     if path.suffix == ".py":
         return "code", prose_of_python(text)
-    return "code", prose_of_comments(text, HASH_COMMENT if path.name in NAMES else CPP_COMMENT)
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        return "docs", prose_of_markdown("\n\n".join("".join(cell["source"]) for cell in cells))
+    hashes = path.name in NAMES or path.suffix in (".sh", ".yaml")
+    return "code", prose_of_comments(text, HASH_COMMENT if hashes else CPP_COMMENT)
 
 
 def matches(prose: str, kind: str, rules: list[Rule]) -> list[tuple[int, str, Rule]]:

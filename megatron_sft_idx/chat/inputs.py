@@ -439,7 +439,7 @@ def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> I
 
 
 def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
-    """Split JSON lines from a pipe into pieces. Like ``iter_pieces``, but for streams.
+    """Split JSON lines from a pipe into pieces. This is ``iter_pieces`` for streams.
 
     The ends of pieces depend only on the bytes, not on how the pipe delivers them.
 

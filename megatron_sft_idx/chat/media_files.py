@@ -191,7 +191,7 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
 
 @contextmanager
 def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """Provide a pillow image of which only the head was read; the body may decode it.
+    """Provide a pillow image after reading only its header. The body of the ``with`` block may decode it.
 
     Raises:
         RowError: it has too many pixels, or cannot be decoded, here or in the body.
@@ -214,7 +214,7 @@ def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
 
 @contextmanager
 def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """Provide a soundfile recording of which only the head was read; the body may decode it.
+    """Provide a soundfile recording after reading only its header. The body of the ``with`` block may decode it.
 
     Raises:
         RowError: it is too long, or cannot be decoded, here or in the body.
@@ -307,7 +307,7 @@ def _bytes_of(numbers: tuple[str, str]) -> tuple[int, int]:
 
 
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Return height and width, after rotation to upright, of a pillow image of which only the head was read."""
+    """Return height and width of a pillow image after rotation to upright. Needs only the image's header."""
     if image.format == "TIFF":
         # Versions of pillow differ in when they rotate these. The tags have the stored size.
         width, height = int(image.tag_v2[_TIFF_WIDTH]), int(image.tag_v2[_TIFF_HEIGHT])

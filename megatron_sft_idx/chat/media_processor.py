@@ -183,7 +183,7 @@ class MediaProcessor:
 
         Raises:
             RowError: the processor rejects them.
-            FormatError: its ids are not those of the text with these replacements.
+            FormatError: its ids differ from the ids of the text with these replacements.
         """
         from PIL import Image
 

@@ -81,7 +81,7 @@ _ROLES: Final = {
     **dict.fromkeys(("function", "function_response", "tool_response", "observation", "observations"), "tool"),
 }
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function_call")
-# Fields to move up from an object inside a path, in addition to those that control training.
+# Fields to move up from an object inside a path, in addition to the fields that control training.
 _CARRIED_OF_ROWS: Final = frozenset({*SYSTEMS, *TOOLS, *VERDICTS, *MEDIA, TEMPLATE_VARIABLES, "mask", "is_correct"})
 _CARRIED_OF_TURNS: Final = frozenset(
     {"role", "content", *_ALSO["reasoning_content"], "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
@@ -324,7 +324,7 @@ def _opened(value: Any) -> Any:
 
 
 def paths_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the paths in a row, a few levels deep; for a list, those of the first item."""
+    """Return the paths in a row, a few levels deep; for a list, the paths of its first item."""
     return list(_leaves_of(row, 1))
 
 

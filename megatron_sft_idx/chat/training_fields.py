@@ -262,7 +262,7 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
 
 
 def _may_be_row_flag(name: str, value: Any) -> bool:
-    """Like ``_may_be_flag``, but for rows: a plain number is a flag only if it is 0 or 1 or named as a weight."""
+    """Like ``_may_be_flag``, for a row: a plain number is a flag only if it is 0 or 1 or named as a weight."""
     if isinstance(value, Undecoded):
         return not value.is_time
     if isinstance(value, np.ndarray):
@@ -366,7 +366,7 @@ _NO_MESSAGES: Final = frozenset({"tools", "functions", "chat_template_kwargs", "
 
 
 def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counter[str]) -> dict[str, Any]:
-    """Return a row without these fields, including those of its messages and their parts.
+    """Return a row without these fields, also in its messages and their parts.
 
     ``counts`` gets the number of dropped fields with a value, by the name of the note for the summary.
     """
@@ -432,5 +432,5 @@ _IGNORED: Final = "ignored_field:"
 
 
 def note_of_ignored(name: str) -> str:
-    """Return the name of the note that counts an ignored field."""
+    """Return the name of the summary note for an ignored field."""
     return _IGNORED + name

@@ -154,7 +154,7 @@ def _refuse_words(
 
 
 def _have_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message already has reasoning, of which a column may be a copy."""
+    """Return whether a message already has reasoning; a column may then be a copy of it."""
     answers = [message for message in messages if message["role"] == "assistant"]
     return any(message.get(REASONING) or "</think>" in (message.get("content") or "") for message in answers)
 

@@ -39,10 +39,10 @@ _FLAT = _SIMPLE | {type(None)}
 
 
 class JsonText(str):
-    """The text of a field that is typed as JSON.
+    """The text of a field with the JSON type.
 
     Attributes:
-        field: name of the field, with those of its parents.
+        field: name of the field, with the names of its parents.
     """
 
     __slots__ = ("field",)
@@ -62,7 +62,7 @@ class Undecoded:
     something else, raises its error.
 
     Args:
-        field: name of the field, with those of its parents.
+        field: name of the field, with the names of its parents.
         reason: description of the value, as the end of a sentence that begins with the field.
         remedy: what the user can do.
         is_time: whether it is a point in time or a duration.

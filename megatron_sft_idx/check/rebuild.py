@@ -48,7 +48,7 @@ _PARTLY = ("rebuild", "column", "removal")
 
 @dataclass(frozen=True)
 class FileState:
-    """What a rebuild found and did about one of the five files, or a column.
+    """The result of a rebuild for one of the five files, or for a column.
 
     Attributes:
         path: path of the file.
@@ -450,8 +450,7 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     """Compare a header that was derived from the data with other evidence of the original data.
 
     The evidence is in the columns, because a shard id follows from the checksums of the four data files, and in a
-    damaged
-    ``.seq.idx``, which may still contain these checksums.
+    damaged ``.seq.idx``, which may still contain these checksums.
 
     Returns:
         Whether one of them proves that the data is unchanged, and a note for the user.

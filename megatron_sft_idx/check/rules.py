@@ -155,7 +155,7 @@ class HeaderClaims:
 
     Args:
         values: the header's fixed fields by name, as stored.
-        sound: whether the header breaks no rule. Its contents are then those that its writer wrote.
+        sound: whether the header breaks no rule. Its contents are then as its writer wrote them.
         vocab_size: the tokenizer's, from the JSON block; None if the block has none.
         listed: checksums, in hex, of the columns that the shard was written with, by name.
         media: checksums of its images and audio; None if it has none.

@@ -57,6 +57,12 @@ class Report:
         omitted: number of further findings, by rule.
         notes: information that breaks no rule: remains of a build next to the shard, checks that were not possible.
         counts: numbers of packs, sequences and tokens from the header; empty if the header is unreadable.
+
+    Example:
+        >>> from megatron_sft_idx import verify_shard
+        >>> for line in verify_shard("data/chats").lines():
+        ...     print(line)
+        data/chats: ok: 7 packs, 16 sequences, 47 tokens; checked: headers, sizes and ends
     """
 
     prefix: str
@@ -127,6 +133,15 @@ def verify_shard(
         FormatError: an argument has a value that no shard allows.
         ShardNotFoundError: the prefix has no file of a shard or of its build.
         OSError: a file cannot be opened or read, which ends the verification at once.
+
+    Example:
+        >>> verify_shard("data/chats", full=True).ok
+        True
+        >>> with open("data/chats.bin", "r+b") as file:
+        ...     nbytes = file.write(bytes([1]))  # another first token
+        >>> report = verify_shard("data/chats", full=True)
+        >>> report.ok, [(finding.path, finding.rule) for finding in report.findings]
+        (False, [('data/chats.bin', 'F3')])
     """
     paths = ShardPaths.of(prefix)
     if vocab_size is not None and vocab_size < 1:
@@ -372,7 +387,10 @@ def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | No
 def _check_counts(
     walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
 ) -> None:
-    """Compare the header's counts with those of the walk (H9), each only if all its data could be read."""
+    """Compare the header's counts with the counts of the walk (H9).
+
+    Skips a count if some of its data could not be read.
+    """
     all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
     all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
     for name, comparable in (

@@ -2,9 +2,8 @@
 
 A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and usually a class
 ``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``). All other work of a reader or writer
-is
-done here, except for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its ``_open``
-and ``_begin``.
+is done here, except for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its
+``_open`` and ``_begin``.
 
 Two sections follow reader and writer: values in files of other formats (JSON, byte ranges); and the package metadata, a
 JSON object in which this package stores, in files of other formats, everything that they have no field for.

@@ -63,7 +63,7 @@ _MAX_LISTED = 10
 # A digit and a comma for an id, a label and a position.
 _LEAST_TOKEN_NBYTES = 6
 _BLANK = b" \t\r\n"  # JSON's white space
-# A line with more bytes counts as a pack without being read: the field names alone are longer.
+# A longer line counts as a pack without being parsed, because white space of this length is unlikely.
 _MAX_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")

@@ -461,6 +461,16 @@ class MemmapShardWriter(Writer):
     Raises:
         FormatError: the format does not allow these sizes or this dtype, or ``output_dir`` exists.
         OSError: for example, not enough disk space for all of it.
+
+    Example:
+        >>> from megatron_sft_idx import open_dataset
+        >>> writer = MemmapShardWriter("data/memmap", num_bins=1, pack_size=8, total_seq_starts=2)
+        >>> writer.write_bin(0, [5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])
+        >>> manifest = writer.finalize()
+        >>> manifest["bins_written"], manifest["pack_size"], manifest["dtype"]
+        (1, 8, '<i4')
+        >>> open_dataset("data/memmap")
+        <PackedDataset memmap data/memmap: 1 packs of up to 8 tokens, 2 sequences, 5 tokens>
     """
 
     @checked

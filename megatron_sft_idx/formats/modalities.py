@@ -5,8 +5,8 @@ The raw index has the start and length of each row of a JSON-lines file, for ran
 it, and its tools read it. It has nothing in common with Megatron's ``.idx`` except the suffix; the first bytes
 distinguish them. As in Modalities, a carriage return belongs to its row, and rows that are not JSON are errors or
 dropped. Unlike there, blank lines are not rows. From February to December 2024, Modalities wrote indexes whose lengths
-count characters: with any non-ASCII text they truncate rows. No index says which kind it is, so every read checks the
-bytes before and after the row.
+count characters: with any non-ASCII text they truncate rows. An index does not show which kind it is, so every read
+checks the bytes before and after the row.
 
 The datasets read the token stream of a ``.pbin`` in blocks of one size, with documents concatenated. They are for users
 who migrate and want to see what their model was trained on. Both have no masks, and blocks cross documents. To train on
@@ -121,6 +121,10 @@ def create_raw_index(
         FormatError: not a JSON-lines file, or ``index_path`` exists.
         SequenceError: a line is not JSON; with its number.
         OSError: an error of the system, such as a full disk.
+
+    Example:
+        >>> create_raw_index("tools/demo/chats.jsonl", "data/demo.idx")
+        RawIndexReport(index_path='data/demo.idx', num_rows=318, num_blank=0, num_faulty=0)
     """
     name = os.fspath(path)
     if not os.path.isfile(name):
@@ -192,6 +196,15 @@ class RawRows(Sequence[bytes]):
         FormatError: on first use, the index is invalid or belongs to another file, or the file has changed; while
             reading, the index divides a row.
         OSError: a file cannot be read.
+
+    Example:
+        >>> from megatron_sft_idx.formats.modalities import create_raw_index
+        >>> import json
+        >>> from megatron_sft_idx.formats.modalities import create_raw_index
+        >>> report = create_raw_index("tools/demo/chats.jsonl", "data/demo.idx")
+        >>> rows = RawRows("tools/demo/chats.jsonl", "data/demo.idx")
+        >>> len(rows), json.loads(rows[0])["messages"][0]["content"]
+        (318, 'Regex for a time like 09:45?')
     """
 
     def __init__(
@@ -340,6 +353,11 @@ class PackedMemMapDatasetContinuous(_TokenBlocks):
 
     Raises:
         FormatError: not a ``.pbin``; a block of less than 2 tokens, or of more than there are.
+
+    Example:
+        >>> blocks = PackedMemMapDatasetContinuous("data/text.pbin", block_size=4)
+        >>> [blocks[i]["input_ids"].tolist() for i in range(len(blocks))]
+        [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]]
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, reuse_last_target: bool = True) -> None:
@@ -371,6 +389,12 @@ class PackedMemMapDatasetMegatron(_TokenBlocks):
 
     Raises:
         FormatError: not a ``.pbin``, a broken index, or a block of less than 2 tokens or more than there are.
+
+    Example:
+        >>> blocks = PackedMemMapDatasetMegatron("data/text.pbin", block_size=4)
+        >>> # The documents of this file are [1, 2, 3], [4, 5, 6] and [7, 8, 9, 10].
+        >>> [blocks[i]["input_ids"].tolist() for i in range(len(blocks))]
+        [[1, 2, 3, 4], [4, 5, 6, 7]]
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, *, repair_merge: bool = False) -> None:

@@ -228,6 +228,21 @@ class LegacyPickleWriter(PackedWriter):
     """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory, and their summary for Bridge.
 
     The format does not store capacity, dtypes, metadata or columns. It stores everything else.
+
+    Args:
+        path: the file to write, ``X.npy``; the summary is written next to it.
+        spec: counts and dtypes of the packs; None if they are not known before.
+        overwrite: replace a file of this format.
+        lossy: accept that columns of ``spec``, or images and audio, are not stored.
+
+    Raises:
+        FormatError: something else is at the path, or the format cannot store what ``spec`` describes.
+
+    Example:
+        >>> with LegacyPickleWriter("data/packs.npy") as writer:
+        ...     writer.write_bin(0, [5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])
+        >>> np.load("data/packs.npy", allow_pickle=True)[0]
+        {'input_ids': [5, 6, 7, 5, 8], 'loss_mask': [1, 1, 0, 1, 0], 'seq_start_id': [0, 3]}
     """
 
     format = "npy"

@@ -183,6 +183,14 @@ class PackedDataset(Shown):
 
     Args:
         files: the files, folders or shards, open.
+
+    Example:
+        >>> from megatron_sft_idx import open_dataset
+        >>> ds = open_dataset("data/chats")
+        >>> ds
+        <PackedDataset sft-idx data/chats: 7 packs of up to 12 tokens, 16 sequences, 47 tokens, 29.8% trained>
+        >>> [len(pack["input_ids"]) for pack in ds[:3]]
+        [1, 5, 12]
     """
 
     # Set if the dataset is one shard, which is used directly: it is safe in threads and forks itself.

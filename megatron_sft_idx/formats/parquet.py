@@ -2,7 +2,7 @@
 
 =============  ==========================================================================
 ``input_ids``  list of int32 (Nemotron) or int64 (Megatron-Bridge)
-``loss_mask``  list of uint8 (Nemotron) or int8 (Megatron-Bridge), one value a token
+``loss_mask``  list of uint8 (Nemotron) or int8 (Megatron-Bridge), one value per token
 ``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
 =============  ==========================================================================
 
@@ -216,7 +216,6 @@ class Reader(PackedReader):
 
     Reading one pack decodes its whole row group, which is the unit that Parquet compresses. The group is checked once,
     and cached for further reads. Each process opens its own reader; threads can share one.
-    is checked once, and kept in memory for further reads. Each process opens its own reader; threads may share one.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -385,7 +384,7 @@ class Reader(PackedReader):
                 f" {_MAX_GROUP_VALUES:,}; write it again with smaller row groups"
             )
         with pyarrow_errors(self.path):
-            # Without threads: in a forked process, those of pyarrow's pool do not exist.
+            # Without threads: a forked process does not have the threads of pyarrow's pool.
             rows = self._file.read_row_group(group, columns=self._fields, use_threads=False)
             run = self._run_of_rows(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED_FIELDS))

@@ -21,9 +21,9 @@ With the right header size and byte order, the data ends inside the file, follow
 file. Wrong ones give astronomical lengths, or no pickle (``possible_framings``). Generations 3 and 4 differ in the
 first offset in the index. A file with an empty index counts as generation 4.
 
-Two kinds of files are not supported: those of the first experiments of November 2023, with a header of 4 bytes; and
-those with tokens of 3 bytes, which a few development versions of December 2024 wrote for large vocabularies, and which
-no version's reader ever accepted.
+Two kinds of files are not supported: files of the first experiments of November 2023, with a header of 4 bytes; and
+files with tokens of 3 bytes. A few development versions of December 2024 wrote these for large vocabularies, but no
+version ever read them.
 
 Every writer of the format only appends, so documents tile the data in the order of the index. This reveals the damage
 of Modalities' merge tool, which shifts the index entries of each further file by 12 bytes (a header) too little
@@ -161,7 +161,6 @@ class DocumentIndex(NamedTuple):
     file by the preceding data *minus 12 bytes* per file, the size of a header that is not there. So every file except
     the first seems to begin inside the last document of the previous one. The lengths and the data are right. Documents
     tile the data, so their starts follow from the lengths.
-    documents tile the data, their starts follow from the lengths alone.
 
     Attributes:
         framing: framing of the file.

@@ -72,7 +72,7 @@ def _keywords(function: Any) -> set[str]:
 
 
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
-    """Open one file, folder or shard. The options are those of its format's ``Reader``.
+    """Open one file, folder or shard. See the ``Reader`` of its format for the options.
 
     Raises:
         FormatError: the format or an option does not exist, or the path does not have this format.
@@ -86,7 +86,7 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
 def create(
     path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, lossy: bool = False, **options: Any
 ) -> PackedWriter:
-    """Begin to write one file, folder or shard. The options are those of its format's ``Writer``.
+    """Begin to write one file, folder or shard. See the ``Writer`` of its format for the options.
 
     Raises:
         FormatError: the format does not exist or is read-only, an option does not exist, or ``path`` already exists.
@@ -451,7 +451,7 @@ def require_one_tokenizer(path: str, stated: Iterable[tuple[int | None, Mapping[
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
-    """Return the spec of several files together; ``path`` is the first one's, for errors.
+    """Return the spec of several files together. ``path`` is the path of the first file, for errors.
 
     Raises:
         FormatError: pad ids or fingerprints of tokenizers differ.

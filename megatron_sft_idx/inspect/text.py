@@ -18,7 +18,7 @@ from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
-GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
+GREEN, YELLOW, DIM, RESET = "\x1b[30;42m", "\x1b[30;43m", "\x1b[2m", "\x1b[0m"
 _CONTEXT = 40  # characters shown before and after a match
 _MAX_CHARACTER_TOKENS = 8  # maximum number of tokens of one character
 
@@ -184,6 +184,15 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
     Raises:
         FormatError: there is no tokenizer at the path.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> show_pack(Shard("data/sums")[0], "tools/demo/tokenizer")
+        ── sequence 0, positions 0 to 18, 4 of 19 tokens trained ──
+        <|im_start|>user
+        What is 12 x 12?<|im_end|>
+        <|im_start|>assistant
+        [[144.<|im_end|>]]
     """
     if not isinstance(pack, Mapping) or not pack.keys() >= Pack.__required_keys__:
         raise FormatError(f"pack: {brief(pack)}, expected ds[i] of a dataset of this package")
@@ -283,6 +292,15 @@ class Match(NamedTuple):
     before: str
     text: str
     after: str
+
+    def in_context(self, *, color: bool = False) -> str:
+        """Return the found text with the text around it, on one line.
+
+        The found text is between ``>>`` and ``<<``, or on a yellow background with ``color``. It never has the
+        ``[[ ]]`` or the green background of trained tokens.
+        """
+        before, text, after = map(on_one_line, (self.before, self.text, self.after))
+        return f"{before}{YELLOW}{text}{RESET}{after}" if color else f"{before}>>{text}<<{after}"
 
 
 def find_text(

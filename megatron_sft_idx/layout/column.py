@@ -88,6 +88,13 @@ class ColumnSpec:
 
     Raises:
         FormatError: the format does not allow one of the values.
+
+    Example:
+        >>> from megatron_sft_idx import Shard, ShardWriter
+        >>> with ShardWriter("data/rated", columns={"score": ColumnSpec("sequence", np.float32)}) as writer:
+        ...     writer.add_pack([5, 6, 7, 8, 9], [1, 1, 0, 1, 0], [0, 3], columns={"score": [0.5, 2.0]})
+        >>> Shard("data/rated", columns=["score"])[0]["score"]
+        array([0.5, 2. ], dtype=float32)
     """
 
     per: Per

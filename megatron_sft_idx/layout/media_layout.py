@@ -171,6 +171,14 @@ class MediaItem:
         length: number of positions of its placeholder tokens.
         data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given. In a pack read from a shard it is a
             read-only view, or ``bytes`` if copies were requested.
+
+    Example:
+        >>> from megatron_sft_idx import Shard, ShardWriter
+        >>> picture = MediaItem("image", start=1, length=2, data=b"the bytes of a PNG file")
+        >>> with ShardWriter("data/drawings", media=True) as writer:
+        ...     writer.add_pack([5, 90, 90, 7], [0, 0, 1, 0], [0], media=[picture])  # 90: placeholder token
+        >>> Shard("data/drawings")[0]["media"]
+        [MediaItem(kind='image', start=1, length=2, data=23 bytes)]
     """
 
     kind: Kind

@@ -147,7 +147,7 @@ class Catalog(Shown):
         return [number for number, suffixes in self._found().items() if "seq.idx" in suffixes]
 
     def present(self) -> list[int]:
-        """Return the shards of which any file exists, including unfinished and partly removed ones; in order."""
+        """Return the shards with at least one file, in order. Unfinished and partly removed shards count too."""
         return list(self._found())
 
     def shard_nbytes(self, number: int) -> int:

@@ -190,7 +190,7 @@ class CatalogShards(Catalog, LiveShards):
             SFTIndexError: the producer failed, died, or never existed; the shard was removed; ``max_wait`` is over; or
                 the producer waits for this consumer's checkpoint while this consumer waits for its shard.
             FormatError: a document of the catalog is damaged.
-            Stopped: the waiter was told to stop.
+            Stopped: the waiter was stopped.
         """
         if self.is_published(number):
             return True

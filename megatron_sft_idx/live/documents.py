@@ -168,7 +168,7 @@ def look_at_document(path: str) -> dict[str, Any]:
 
 
 def write_document(path: str, record: Record, what: str) -> None:
-    """Replace the document at ``path`` durably and as a whole. Of several writers the last one wins.
+    """Replace the document at ``path`` durably and as a whole. If there are several writers, the last one wins.
 
     An incomplete document of this package is also replaced.
 

@@ -67,9 +67,6 @@ class LiveConfig:
     All processes of one data-parallel rank (tensor, pipeline, context parallelism) use the same ``rank`` and read the
     same micro-batches.
 
-    >>> LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8).step_rows
-    16
-
     Attributes:
         rank: data-parallel rank, from 0.
         size: number of data-parallel ranks.
@@ -95,6 +92,11 @@ class LiveConfig:
 
     Raises:
         FormatError: an option has an invalid value.
+
+    Example:
+        >>> config = LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8)
+        >>> config.step_rows  # of this rank, in a step of the optimizer
+        16
     """
 
     rank: int
@@ -179,6 +181,17 @@ class LiveLoader(Shown, Iterator[Tensors]):
         config: as given.
         state: the rank's position after the batches that were taken.
         acks: the acknowledgements of this consumer.
+
+    Example:
+        >>> from megatron_sft_idx import LiveConfig
+        >>> config = LiveConfig(rank=0, size=1, seq_length=16, micro_batch_size=2)
+        >>> with LiveLoader("data/catalog", config) as loader:
+        ...     for batch in loader:
+        ...         print(list(batch["tokens"].shape))
+        ...     loader.commit(loader.state_dict())  # after the checkpoint is on disk
+        [2, 16]
+        [2, 16]
+        [2, 16]
     """
 
     @checked
@@ -361,6 +374,17 @@ class LiveLoader(Shown, Iterator[Tensors]):
         Raises:
             FormatError: it is not a state, or it is from a job with another seed, shuffle or number of epochs.
             SFTIndexError: batches were already taken.
+
+        Example:
+            >>> from megatron_sft_idx import LiveConfig
+            >>> config = LiveConfig(rank=0, size=1, seq_length=16, micro_batch_size=2)
+            >>> with LiveLoader("data/catalog", config) as loader:
+            ...     batch = next(loader)
+            ...     state = loader.state_dict()  # saved in a checkpoint
+            >>> with LiveLoader("data/catalog", config) as loader:
+            ...     loader.load_state_dict(state)
+            ...     print(sum(1 for batch in loader), "of 3 batches are left")
+            2 of 3 batches are left
         """
         folder, config = self.shards.folder, self.config
         if self._begun is not None or self._closed:
@@ -441,7 +465,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
 def _holding_shards(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
     """Yield the micro-batches of a walk, each with its shards open."""
     for wanted in walk:
-        # The shards of the micro-batch, and those of the open group. All others may be closed, because the packs of one
+        # The shards of the micro-batch and of the open group. All others may be closed, because the packs of one
         # micro-batch are read before the next one is requested.
         shards_of_rows = np.asarray(wanted.packs)[:, 0].tolist()
         source.hold([*shards_of_rows, *wanted.state.open_shards])

@@ -1,8 +1,8 @@
 """Which rank reads which packs of live shards, and in which order. Nothing here reads files, waits or uses a clock.
 
-The order follows from the fields of a ``Deal``, so every rank computes it alone, and a run that resumes from a
-checkpoint computes the same order. Shards are numbered from 0. Their total number is not known yet. An item is *begun*
-when some of its packs are read, *done* when all are, and *untouched* before that.
+The order follows from the fields of a ``Deal``, so every rank computes it without communication, and a run that resumes
+from a checkpoint computes the same order. Shards are numbered from 0. Their total number is not known yet. An item is
+*begun* when some of its packs are read, *done* when all are, and *untouched* before that.
 
 **Items.** A ``Deal`` is an endless list of items. Item j belongs to data-parallel rank j mod size. At a new start, item
 j is shard j. These are the items of rank 1 of 2 ranks, among the first six shards:
@@ -212,10 +212,10 @@ class RankState(Record):
         rows: number of rows that the rank got under this deal, equal on all ranks. At the end of an epoch some may be
             masked rows, which complete a step when the rank has no packs left.
         items: number of its items that the rank has done.
-        packs: number of packs that the rank got under this deal, including those of an open group.
+        packs: number of packs that the rank got under this deal, including packs of an open group.
         open_shards: the shards of the unfinished group of the rank; none between two groups.
-        open_packs: number of packs read of that group's permutation, from its beginning, including those that were read
-            under an earlier deal; 0 between two groups.
+        open_packs: number of packs read of that group's permutation, from its beginning, including packs read under an
+            earlier deal; 0 between two groups.
     """
 
     deal: Deal
@@ -246,7 +246,7 @@ class RankState(Record):
 
     @property
     def first_untouched_item(self) -> int:
-        """Number of the first item of the rank of which it has read nothing."""
+        """Number of the rank's first item from which it has read nothing."""
         if not self.open_shards:
             begun = 0
         elif self.deal.item(self.first_open_item).packs_read:
@@ -290,7 +290,7 @@ class RankState(Record):
 
     @classmethod
     def from_json(cls, content: Any) -> RankState:
-        """Parse the plain values of ``to_json``. FormatError: they are not those of a state."""
+        """Parse the plain values of ``to_json``. FormatError: they do not describe a state."""
         return states_from_json([content])[0]
 
 
@@ -307,7 +307,7 @@ def states_from_json(contents: Sequence[Any]) -> list[RankState]:
     Deals can have thousands of leftovers, so a deal equal to that of the previous state is parsed only once.
 
     Raises:
-        FormatError: the values are not those of states.
+        FormatError: the values do not describe states.
     """
     states: list[RankState] = []
     content_of_deal = deal = None
@@ -368,7 +368,7 @@ def _shards(item: Item) -> tuple[int, ...]:
 
 
 def _of_one_step(states: Sequence[RankState]) -> list[RankState]:
-    """Return the states by rank. FormatError: they are not those of all ranks of one job at one step."""
+    """Return the states by rank. FormatError: they do not belong to all ranks of one job at one step."""
     if not states:
         raise FormatError(f"{_STATE}: an empty list; pass the states of all data-parallel ranks of one checkpoint")
     states = sorted(states, key=lambda state: state.rank)

@@ -220,7 +220,7 @@ class OwnPacks(Shown):
             if not all(map(self._wait, group.shards)):
                 self._end = self._shards.end()  # the last group may be smaller
                 continue
-            # The start of each shard's packs among those of the group.
+            # The start of each shard's packs in the group.
             begins = np.cumsum([0, *map(self._num_packs, group.shards)])
             num_packs = int(begins[-1])
             if group.packs_read and group.packs_read >= num_packs:

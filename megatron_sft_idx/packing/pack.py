@@ -58,6 +58,16 @@ class PackPlan:
         longest: number of tokens in the fullest pack, not rounded up.
         most_sequences: largest number of sequences in one pack.
         method: the method that made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
+
+    Example:
+        >>> from megatron_sft_idx import pack_sequences
+        >>> plan = pack_sequences([700, 600, 400, 300], capacity=1024)
+        >>> for pack in range(plan.num_packs):
+        ...     print(plan.sequences[plan.offsets[pack] : plan.offsets[pack + 1]])
+        [1 2]
+        [0 3]
+        >>> plan.fill, plan.longest, plan.most_sequences
+        (0.9765625, 1000, 2)
     """
 
     offsets: NDArray[np.int64]
@@ -111,6 +121,16 @@ def pack_sequences(
         SequenceError: (a ValueError) a length is zero, or a sequence or group does not fit in a pack.
         ValueError: an option is out of range or not one of its choices.
         TypeError: lengths or options are not integers.
+
+    Example:
+        >>> plan = pack_sequences([700, 600, 400, 300], capacity=1024)
+        >>> plan.num_packs, plan.lower_bound  # as few packs as possible
+        (2, 2)
+        >>> plan.sequences[plan.offsets[0] : plan.offsets[1]]  # the first pack has the sequences of 600 and 400 tokens
+        array([1, 2])
+        >>> pairs = pack_sequences([300, 200, 700, 800], capacity=1600, groups=[0, 0, 1, 1])
+        >>> pairs.sequences, pairs.offsets
+        (array([0, 1, 2, 3]), array([0, 2, 4]))
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
@@ -350,6 +370,15 @@ class WindowPacker:
         capacity: see ``pack_sequences``, also for the options not listed here.
         window: number of sequences to pack at a time. A larger window fills packs better and waits longer.
         full: minimum share of the capacity at which a pack is returned at once.
+
+    Example:
+        >>> packer = WindowPacker(1024, window=4)
+        >>> for lengths in ([700, 600], [424, 324, 50]):
+        ...     print(packer.add(lengths))
+        []
+        [array([1, 2]), array([0, 3])]
+        >>> packer.finish()
+        [array([4])]
     """
 
     def __init__(

@@ -56,8 +56,7 @@ def has_media(paths: ShardPaths) -> bool:
     """Return whether a prefix has the two media files of a shard, or is about to get them.
 
     This is the case if the items file has its magic, if ``.seq.idx`` lists both files (which may be lost or damaged),
-    or
-    if some files are already renamed. Otherwise nothing distinguishes encoded media from an unrelated file.
+    or if some files are already renamed. Otherwise nothing distinguishes encoded media from an unrelated file.
     """
     if head_of(paths.media_items, len(MEDIA_MAGIC)) == MEDIA_MAGIC:
         return True

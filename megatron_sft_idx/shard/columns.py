@@ -72,6 +72,13 @@ def write_column(
             does not fit the shard; the format does not allow the name, dtype or shape; or ``source`` or ``pair`` does
             not have its required form.
         ShardNotFoundError: the shard does not exist.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> scores = np.linspace(0, 1, 16, dtype=np.float32)  # one for each of the 16 sequences
+        >>> header = write_column("data/chats", "score", scores, per="sequence")
+        >>> Shard("data/chats", columns=["score"])[6]["score"].round(2)  # of the three sequences in this pack
+        array([0.87, 0.93, 1.  ], dtype=float32)
     """
     paths = ShardPaths.of(prefix).with_columns([check_column_name(name)])
     require_local(paths.prefix, "attaching a column")

@@ -279,7 +279,7 @@ class ShardMedia:
         return int(self.arrays["item_offsets"][pack : pack + 1][0])
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
-        """Raise CorruptShardError if the kind of an item is unknown (M8). The items begin with those of ``pack``."""
+        """Raise CorruptShardError if the kind of an item is unknown (M8). The first item belongs to ``pack``."""
         if not (known := _IS_KIND[items.kinds]).all():
             at, expected = int(np.argmin(known)), " or ".join(map(str, KIND_NAMES))
             detail = f"kind {items.kinds[at]}, expected {expected}"

@@ -244,13 +244,13 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Return the names of a shard's columns: those that it lists, and those that were attached.
+    """Return the names of a shard's columns: the columns in its header, and attached ones.
 
     ``beside`` are the names from ``columns_beside`` at this prefix. With None, this function looks for them.
 
     Raises:
-        CorruptShardError: a file with the name of a column of the shard cannot be read as one. A damaged column cannot
-            be told from an unrelated file, so none is ignored.
+        CorruptShardError: a file with the name of a column of the shard cannot be read as one. A damaged column looks
+            like an unrelated file, so such files are never ignored.
         StorageError: an object store does not answer.
     """
     names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside

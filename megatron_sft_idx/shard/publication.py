@@ -132,8 +132,7 @@ def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> 
     """Publish the files of an interrupted writer if all of them are complete.
 
     With ``overwrite``, files that may be dropped are left to the next writer. FormatError: a writer is active there, or
-    an
-    error of ``Building.finish``.
+    an error of ``Building.finish``.
     """
     paths = ShardPaths.of(prefix)
     if not os.path.isdir(paths.building):
@@ -153,8 +152,7 @@ def taken(prefix: str, *, overwrite: bool = False) -> Iterator[Building]:
     """Provide the empty building folder of a prefix, and remove it at the end unless ``finish`` was called.
 
     Complete work of an interrupted writer is published first, and its other remains are removed. See ``take_free`` for
-    the
-    argument and errors.
+    the argument and errors.
     """
     building = take_free(prefix, overwrite=overwrite)
     try:

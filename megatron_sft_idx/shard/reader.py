@@ -51,6 +51,15 @@ class Pack(_TextPack, total=False):
     says whether predicting token j + 1 counts. ``seq_boundaries`` is int32 [sequences + 1]: the start of each sequence,
     then the pack's length. Each column that the shard was opened with adds a key. ``media`` is present if the shard was
     written with images or audio: a list of the items in the order of their positions, empty if the pack has none.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> pack: Pack = Shard("data/chats")[6]
+        >>> for name, values in pack.items():
+        ...     print(name, values)
+        input_ids [60 61 62 63 64 65 66 67 68]
+        loss_mask [1 0 1 0 0 0 1 0 0]
+        seq_boundaries [0 2 5 9]
     """
 
     media: list[MediaItem]
@@ -61,16 +70,12 @@ class Shard(Shown):
 
     Opening takes the same time for any number of packs: it reads the header and checks the sizes of the five files.
     ``shard[i]`` is a ``Pack`` of read-only views into the memory maps. The views stay valid after the shard object is
-    gone,
-    and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling, it
-    opens
-    its files on first use. Threads can share a shard.
+    gone, and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling,
+    it opens its files on first use. Threads can share a shard.
 
     For a shard at ``s3://`` or ``msc://``, opening fetches the index files unless the cache has them. Reading a pack
-    then
-    takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a few
-    more
-    requests, for their positions and for the encoded files of this pack only.
+    then takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a
+    few more requests, for their positions and for the encoded files of this pack only.
 
     Args:
         prefix: the path that the five files share, or ``ShardPaths`` for a shard that is not published yet.
@@ -78,7 +83,7 @@ class Shard(Shown):
             mapping is slow or not allowed; slices are then copies. ``reopen`` is for thousands of shards: it holds
             neither maps nor descriptors and opens a file for each slice; it also reads the index arrays into memory, in
             time proportional to the number of packs. A ``ReadOptions`` object replaces this argument and the next two.
-        advice: the access pattern that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
+        advice: the access pattern that the kernel should expect: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; the method ``huge_pages`` returns how many the kernel provided.
         copy: return writable copies instead of read-only views, and encoded images and audio as ``bytes``.
         index_cache: local folder for copies of the index files of a remote shard. None uses the environment variable
@@ -90,6 +95,15 @@ class Shard(Shown):
         ShardNotFoundError: some of the five files, or a requested column, are missing.
         FormatError: the header or the sizes break a rule of FORMAT.md, or an option is invalid.
         StorageError: an object store does not answer, or rejects the credentials.
+
+    Example:
+        >>> shard = Shard("data/chats")
+        >>> shard
+        <Shard data/chats: 7 packs of up to 12 tokens, 16 sequences, 47 tokens, 29.8% trained; backend mmap>
+        >>> shard[6]["input_ids"]
+        array([60, 61, 62, 63, 64, 65, 66, 67, 68], dtype=int32)
+        >>> shard[6]["seq_boundaries"]
+        array([0, 2, 5, 9], dtype=int32)
     """
 
     @checked
@@ -132,7 +146,7 @@ class Shard(Shown):
 
     @cached_property
     def columns(self) -> ShardColumns:
-        """The columns by name: those that the shard was written with and those attached later."""
+        """The columns by name: columns in the header of the shard, and columns attached later."""
         return ShardColumns(self._paths, self.header, self.backend)
 
     @cached_property
@@ -245,6 +259,10 @@ class Shard(Shown):
         """Return tokens ``[offset, offset + length)`` of a pack, or all tokens from ``offset`` on.
 
         IndexError: the pack does not exist, or the range is not inside it.
+
+        Example:
+            >>> Shard("data/chats").get(6, offset=2, length=3)
+            array([62, 63, 64], dtype=int32)
         """
         files = self.files
         start, stop = self.token_range(index)
@@ -287,7 +305,15 @@ class Shard(Shown):
         return start, stop
 
     def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order. Masks are label-aligned."""
+        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order. Masks are label-aligned.
+
+        Example:
+            >>> for ids, mask in Shard("data/chats").sequences(6):
+            ...     print(ids, mask)
+            [60 61] [1 0]
+            [62 63 64] [1 0 0]
+            [65 66 67 68] [0 1 0 0]
+        """
         pack = self[operator.index(index)]
         bounds = pack["seq_boundaries"].tolist()
         ids, mask = pack["input_ids"], pack["loss_mask"]
@@ -321,6 +347,13 @@ class Shard(Shown):
         """Ask the kernel to read packs in the background, because they will be read soon. Return at once.
 
         Reading them in another order works too, but is slower. IndexError: a pack does not exist.
+
+        Example:
+            >>> shard = Shard("data/chats", advice="random")
+            >>> batch = [6, 0, 3]
+            >>> shard.schedule(batch)
+            >>> [len(shard[pack]["input_ids"]) for pack in batch]
+            [9, 1, 12]
         """
         packs = checked_packs(indices, len(self), self.prefix)
         if len(packs):
@@ -405,12 +438,12 @@ def checked_packs(
 
 
 def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Return where packs lie in their files, in reading order: for each pack first the tokens, then the mask.
+    """Return the positions of packs in their files, in reading order: for each pack first the tokens, then the mask.
 
     Packs whose offsets point outside the files are omitted; reading one is an error.
 
     Args:
-        shards: the open files of shards, each of which holds at least one of the packs.
+        shards: the open files of shards; each holds at least one of the packs.
         slots: index into ``shards`` of the shard that holds each pack, int64 [packs].
         packs: the number of each pack in its shard, int64 [packs].
     """

@@ -142,8 +142,8 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
 def complete_header(prefix: str | ShardPaths) -> Header:
     """Return the header of a complete shard in its building folder, after a check of the sizes of all files.
 
-    Some files may be renamed already. CorruptShardError: a file is missing, or has another size than its header says
-    (the shard's, or a column's own). FormatError: there is no such shard.
+    Some files may be renamed already. CorruptShardError: a file is missing, or has another size than in its header (the
+    shard's, or a column's own). FormatError: there is no such shard.
     """
     paths = ShardPaths.of(prefix)
     suffixes = read_done(paths.prefix).files

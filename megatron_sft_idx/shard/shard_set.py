@@ -34,8 +34,8 @@ from megatron_sft_idx.storage.remote.store import matching_objects, object_exist
 from megatron_sft_idx.storage.remote.transport import request_pool
 
 # Maximum number of mapped shards. An open shard holds four maps, or five descriptors with pread, and two more of either
-# with images or audio. Some cluster file systems allow a process only about 590 maps, some of which torch and Megatron
-# need; 256 descriptors is a common limit.
+# with images or audio. Some cluster file systems allow a process only about 590 maps, and torch and Megatron need some
+# of them; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
 # A set of more shards is read into memory if its tokens, masks and index arrays have at most this many bytes.
 MEMORY_NBYTES = 1 << 30
@@ -64,19 +64,19 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Return the prefixes of the shards in ``source``: a prefix, a folder, a glob, or a list of these.
 
     A folder stands for the shards directly in it, not in its subfolders; if it has none, for a shard next to it with
-    the
-    folder's name. A glob stands for the shards whose prefix or files it matches, and for those in matching folders.
-    Shards
-    of a folder or glob are in the order of ``natural_key``. A list keeps its order, and several files of one shard
-    count
-    once (``distinct``). In an object store a folder is a prefix of keys, and the slash at its end is optional. A prefix
-    is
-    returned even if no shard exists there; opening it reports what is missing. ``incomplete`` also finds shards with
-    missing files, and interrupted builds on a disk.
+    the folder's name. A glob stands for the shards whose prefix or files it matches, and for those in matching folders.
+    Shards of a folder or glob are in the order of ``natural_key``. A list keeps its order, and several files of one
+    shard count once (``distinct``). In an object store a folder is a prefix of keys, and the slash at its end is
+    optional. A prefix is returned even if no shard exists there; opening it reports what is missing. ``incomplete``
+    also finds shards with missing files, and interrupted builds on a disk.
 
     Raises:
         ShardNotFoundError: a folder or a glob has no shard.
         FormatError: the list is empty, or a name is both a shard and a folder of shards.
+
+    Example:
+        >>> find_prefixes("data"), find_prefixes("data/chats*"), find_prefixes("data/chats.seq.idx")
+        (['data/chats'], ['data/chats'], ['data/chats'])
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
@@ -212,6 +212,13 @@ class ShardSet(Shown):
     Raises:
         ShardNotFoundError: a shard is missing.
         FormatError: a header breaks a rule, or the shards cannot be read together.
+
+    Example:
+        >>> shards = ShardSet.open("data/chats")  # or a folder, a glob, a list
+        >>> shards
+        <ShardSet data/chats: 7 packs>
+        >>> shards[-1]["input_ids"]
+        array([60, 61, 62, 63, 64, 65, 66, 67, 68], dtype=int32)
     """
 
     def __init__(
@@ -333,7 +340,7 @@ class ShardSet(Shown):
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
-        """Like ``packs_before``, but for sequences."""
+        """The counterpart of ``packs_before`` for sequences."""
         return running_sums(header.num_sequences for header in self.headers)
 
     @property

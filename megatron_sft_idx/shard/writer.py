@@ -91,6 +91,14 @@ class ShardWriter(Shown):
     Raises:
         FormatError: the format does not allow an argument, or the prefix has something that may not be replaced.
         OSError: an error of the disk.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> with ShardWriter("data/by-hand", token_dtype=np.uint16, capacity=8) as writer:
+        ...     # Two sequences of four and three tokens. 1: this token is trained on.
+        ...     writer.add_pack([5, 6, 7, 8, 5, 9, 8], [0, 0, 1, 1, 0, 1, 1], [0, 4], mask_alignment="token")
+        >>> Shard("data/by-hand")
+        <Shard data/by-hand: 1 packs of up to 8 tokens, 2 sequences, 7 tokens, 57.1% trained; backend mmap>
     """
 
     @checked
@@ -254,6 +262,15 @@ class ShardWriter(Shown):
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/twice") as writer:
+            ...     # Of the sequence 5, 6, 7, train 6 and 7.
+            ...     writer.add_pack([5, 6, 7], [1, 1, 0], [0])
+            ...     writer.add_pack([5, 6, 7], [0, 1, 1], [0], mask_alignment="token")
+            >>> [pack["loss_mask"].tolist() for pack in Shard("data/twice")]
+            [[1, 1, 0], [1, 1, 0]]
         """
         if (
             type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray
@@ -301,6 +318,14 @@ class ShardWriter(Shown):
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/two") as writer:
+            ...     # A pack of 3 tokens with one sequence, and a pack of 4 tokens with two.
+            ...     writer.add_packs([5, 6, 7, 5, 8, 5, 9], [1, 1, 0, 1, 0, 1, 0], [0, 0, 2], [3, 4], [1, 2])
+            >>> [pack["seq_boundaries"].tolist() for pack in Shard("data/two")]
+            [[0, 3], [0, 2, 4]]
         """
         self._require_ready(mask_alignment)
 
@@ -389,8 +414,7 @@ class ShardWriter(Shown):
         """Add all packs of another shard in bounded memory, and verify its checksums while reading.
 
         The packs are logged only after the last one is added, so that recovery after a kill takes nothing from a
-        corrupt
-        shard.
+        corrupt shard.
 
         Args:
             shard: a shard, opened with any backend.
@@ -403,6 +427,14 @@ class ShardWriter(Shown):
             CorruptShardError: its checksums do not match (F3, or C7 for a column), or see ``windows``. The build is
                 abandoned.
             SequenceError: a pack does not fit this writer's capacity or dtypes. The runs before it were added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/both") as writer:
+            ...     writer.add_shard(Shard("data/chats"))
+            ...     writer.add_pack([5, 6, 7], [1, 1, 0], [0])
+            >>> len(Shard("data/both"))
+            8
         """
         if columns is None:
             columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
@@ -463,8 +495,8 @@ class ShardWriter(Shown):
         """Check, count and hash the first packs of an interrupted build, as if they had just been added.
 
         Replays at most ``num_packs``, and stops at the first pack that breaks a rule, because its bytes did not reach
-        the
-        disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last call.
+        the disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last
+        call.
         """
         if self._media is not None:
             num_packs = self._media.whole_packs(num_packs)

@@ -114,10 +114,10 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     log_interval: int = 10_000,
     download: bool = False,
 ) -> Summary:
-    """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
+    """Tokenize chats, mark the tokens to train on with the chat template, pack the chats, and write a shard.
 
-    ``megatron-sft-idx preprocess`` writes the same bytes. All arguments are its options, with ``_`` for ``-``; its
-    ``--help`` describes them.
+    ``megatron-sft-idx preprocess`` writes the same bytes. The arguments are the options of this command, with ``_`` in
+    place of ``-``; its ``--help`` describes them.
 
     Args:
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
@@ -132,6 +132,20 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     Raises:
         SFTIndexError: an input, a row or an option is unusable, or files at ``output_prefix`` may not be replaced.
         OSError: an error of the file system.
+
+    Example:
+        >>> from megatron_sft_idx import Shard, show_pack
+        >>> rows = [{"messages": [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Bonjour !"}]}]
+        >>> model = "tools/demo/tokenizer"
+        >>> summary = preprocess(rows, tokenizer=model, output_prefix="data/greetings", seq_length=1024, workers=0)
+        >>> summary.packing.packs, summary.packing.tokens, summary.packing.trained_tokens
+        (1, 17, 6)
+        >>> show_pack(Shard("data/greetings")[0], model)
+        ── sequence 0, positions 0 to 16, 6 of 17 tokens trained ──
+        <|im_start|>user
+        Hi!<|im_end|>
+        <|im_start|>assistant
+        [[Bonjour !<|im_end|>]]
     """
     given = dict(locals())
     inputs = given.pop("inputs")

@@ -175,7 +175,6 @@ def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows:
 
     This is done once before the workers begin, so the same rows are compared for any number of workers. Nothing is done
     if gigatoken is not used.
-    done where gigatoken is not used.
 
     Args:
         encoder: the encoder of the rows.

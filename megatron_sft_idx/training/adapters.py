@@ -45,6 +45,15 @@ class PackRow(NamedTuple):
         lengths: tokens in each sequence, int64 [sequences].
         padded_lengths: tokens in each sequence including the padding after it, int64 [sequences]. The padding at the
             end of the row is not counted.
+
+    Example:
+        >>> from megatron_sft_idx import Shard
+        >>> from megatron_sft_idx.training.adapters import pack_row
+        >>> row = pack_row(Shard("data/chats")[6], 16, sequence_multiple=4)
+        >>> row.lengths, row.padded_lengths
+        (array([2, 3, 4]), array([4, 4, 4]))
+        >>> row.input_ids
+        array([60, 61,  0,  0, 62, 63, 64,  0, 65, 66, 67, 68,  0,  0,  0,  0])
     """
 
     input_ids: NDArray[np.int64]
@@ -120,9 +129,9 @@ class ShardSequences(Shown, Dataset[Any]):
         ignore_media: allow shards with images or audio; their placeholder tokens then count as ordinary tokens.
 
     Raises:
-        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels; or they
-            hold images or audio and ``ignore_media`` is not set. Reading an item also raises if its mask has weights
-            and ``loss_weights`` is not set.
+        ShardNotFoundError: there are no such shards.
+        FormatError: they hold preference pairs or KTO labels, or images or audio without ``ignore_media``. Reading an
+            item raises it if the mask has weights other than 0 and 1, without ``loss_weights``.
 
     Example:
         >>> sequences = ShardSequences("data/chats")
@@ -188,10 +197,18 @@ class VerlDataset(ShardSequences):
             by this class: ``ignore_media``, and ``loss_weights`` for masks with weights. The FSDP engine multiplies the
             loss by these weights; the Megatron engine rounds them.
         processor: not used.
-        max_samples: how many sequences to use, from the first one on; -1 is all.
+        max_samples: number of sequences to use, beginning with the first one; -1 for all.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also for another ``pad_mode``.
+
+    Example:
+        >>> ds = VerlDataset("data/chats", max_samples=10)
+        >>> len(ds)
+        10
+        >>> ds[5]["loss_mask"]  # aligned with tokens
+        tensor([0, 0, 1, 0, 1])
     """
 
     def __init__(
@@ -241,9 +258,9 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or
-            ``seq_length`` is not a multiple of ``sequence_multiple``. Reading an item also raises if its mask has
-            weights.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or ``seq_length`` is not a
+            multiple of ``sequence_multiple``. Reading an item raises it if the mask has weights other than 0 and 1.
 
     Example:
         >>> item = AutomodelPacks("data/chats", 16)[6]
@@ -292,7 +309,7 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     """An endless stream of packs for a torchtitan data loader, with state for its checkpoints.
 
     A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. A label is the next
-    token. The padding at the end of a row is a sequence of its own: its positions count from 0 and it has no labels.
+    token. The padding at the end of a row is a separate sequence: its positions start at 0 and it has no labels.
     Each epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
 
     Args:
@@ -304,7 +321,8 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``AutomodelPacks``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``.
 
     Example:
         >>> inputs, labels = next(iter(TorchtitanPacks("data/chats", 12)))
@@ -352,7 +370,18 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         return {"taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called. FormatError: the state has other shards or another order."""
+        """Continue at the position of a ``state_dict``. FormatError: it is of other shards or another order.
+
+        Example:
+            >>> packs = TorchtitanPacks("data/chats", 12)
+            >>> samples = iter(packs)
+            >>> first, second = next(samples), next(samples)
+            >>> state = packs.state_dict()
+            >>> resumed = TorchtitanPacks("data/chats", 12)
+            >>> resumed.load_state_dict(state)
+            >>> (next(iter(resumed))[1] == next(samples)[1]).all()
+            tensor(True)
+        """
         own = self.state_dict()
         if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
             raise FormatError(

@@ -1,8 +1,8 @@
-"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, from any source of packs.
+"""``BatchAssembler`` converts packs of any source to the batches of tensors that Megatron trains on.
 
 A row of S = ``seq_length`` positions holds the concatenated sequences of one pack, then padding. Labels are the tokens
 shifted left inside each sequence. At the last position of a sequence and on padding, the label is the pad id and the
-loss mask is 0. The padding at the end (the tail) is a segment of its own: it has an entry in ``cu_seqlens``, its
+loss mask is 0. The padding at the end (the tail) is a separate segment: it has an entry in ``cu_seqlens``, its
 positions count from 0, no sequence attends to it, and ``max_seqlen`` covers it.
 
 With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m when it is read.
@@ -271,6 +271,22 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         ValueError: arguments contradict each other, or packs of the source may not fit a row.
         FormatError: the source has no such column; or its packs have images or audio, and neither ``media`` nor
             ``ignore_media`` was passed.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> assembler = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=16)
+        >>> batch = assembler.assemble([5, 6])
+        >>> for name, tensor in batch.items():
+        ...     print(name, tensor.dtype, list(tensor.shape))
+        tokens torch.int64 [2, 16]
+        labels torch.int64 [2, 16]
+        position_ids torch.int64 [2, 16]
+        loss_mask torch.float32 [2, 16]
+        cu_seqlens torch.int32 [2, 6]
+        max_seqlen torch.int32 [2]
+        >>> batch["cu_seqlens"][1]  # sequences of 2, 3 and 4 tokens, then padding up to 16
+        tensor([ 0,  2,  5,  9, 16, 16], dtype=torch.int32)
     """
 
     def __init__(
@@ -464,6 +480,16 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 int32 [B], and with a sequence multiple above 1 also cu_seqlens_padded int32 [B, W]. Columns keep their
                 dtypes. Their shape is [B, S], [B, W - 1] or [B]; with w > 1 items per row, w is an additional last
                 dimension.
+
+        Example:
+            >>> from megatron_sft_idx.shard.shard_set import ShardSet
+            >>> from megatron_sft_idx.training.sources import StoredPacks
+            >>> batch = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=12).assemble([6])
+            >>> for name in ("tokens", "labels", "position_ids"):  # of three sequences and three positions of padding
+            ...     print(batch[name][0].tolist())
+            [60, 61, 62, 63, 64, 65, 66, 67, 68, 0, 0, 0]
+            [61, 0, 63, 64, 0, 66, 67, 68, 0, 0, 0, 0]
+            [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
         """
         segments = self.plan(packs)
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)

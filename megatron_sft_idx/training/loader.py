@@ -64,6 +64,17 @@ class BatchLoader(Shown):
         keep: number of batches that are valid at the same time.
         copy: return new tensors.
         pin_memory: pin the buffers, so that copies to a GPU are asynchronous. Without a GPU, nothing is pinned.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training import BatchAssembler
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> assembler = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=16)
+        >>> for batch in BatchLoader(assembler, [[0, 3], [6, 1], [4]]):
+        ...     print(list(batch["tokens"].shape), int(batch["loss_mask"].sum()), "trained tokens")
+        [2, 16] 3 trained tokens
+        [2, 16] 4 trained tokens
+        [1, 16] 2 trained tokens
     """
 
     def __init__(
@@ -169,7 +180,7 @@ class _Slot:
         return self._buffer
 
     def given_back(self) -> None:
-        """Note that the trainer has finished with the batch; copies to a GPU may still be running."""
+        """Record that the trainer has finished with the batch; copies to a GPU may still be running."""
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -178,7 +189,7 @@ class _Slot:
 class _Line(NamedTuple):
     """The queues by which slots circulate between the thread and the trainer.
 
-    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` tells the thread to end.
+    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` stops the thread.
     """
 
     free: SimpleQueue[_Slot | None]

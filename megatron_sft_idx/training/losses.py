@@ -51,6 +51,15 @@ def files_of(batch: Tensors) -> Tensor:
 
     Args:
         batch: a batch of an assembler, with the column ``source`` [B, width - 1, 2] and boundaries.
+
+    Example:
+        >>> batch = {
+        ...     "source": torch.tensor([[[1, 17], [0, 4], [0, 0]]]),  # row 17 of file 1, row 4 of file 0, padding
+        ...     "cu_seqlens": torch.tensor([[0, 2, 5, 6]]),
+        ...     "loss_mask": torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.0]]),
+        ... }
+        >>> files_of(batch)
+        tensor([[1, 1, 0, 0, 0, 0]])
     """
     return _column(batch, "source")[..., 0].long().gather(1, segments_of(batch))
 
@@ -59,10 +68,18 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
     """Return for each file the weighted sum of its losses and the sum of the weights, float64 [count, 2].
 
     Args:
-        losses: the loss of each position.
+        losses: the loss of each position, [B, S] or any other shape.
         loss_mask: the weight of each position, in the same order; its shape may differ.
         files: the result of ``files_of``, in the same order.
         count: number of files.
+
+    Example:
+        >>> losses = torch.tensor([2.0, 3.0, 4.0, 9.0])
+        >>> loss_mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
+        >>> files = torch.tensor([0, 0, 1, 1])  # from files_of
+        >>> sums_by_file(losses, loss_mask, files, count=2)
+        tensor([[5., 2.],
+                [4., 1.]], dtype=torch.float64)
     """
     weights = loss_mask.reshape(-1).double()
     both = torch.stack([losses.detach().reshape(-1).double().masked_fill(weights == 0, 0) * weights, weights], 1)
@@ -70,12 +87,27 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
 
 
 def mean_by_file(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the mean loss of each file that was trained on, by its name."""
+    """Return the mean loss of each file that was trained on, by its name.
+
+    Args:
+        sums: the results of ``sums_by_file``, added over micro-batches, steps or ranks: [files, 2].
+        names: the name of each file.
+
+    Example:
+        >>> sums = torch.tensor([[5.0, 2.0], [4.0, 1.0], [0.0, 0.0]])  # from sums_by_file
+        >>> mean_by_file(sums, ["chats.jsonl", "code.jsonl", "math.jsonl"])
+        {'chats.jsonl': 2.5, 'code.jsonl': 4.0}
+    """
     return {name: total / weight for name, (total, weight) in zip(names, sums.tolist(), strict=True) if weight}
 
 
 def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a unique name for each file: its own name, with the file number added if two files share a name."""
+    """Return a unique name for each file: its own name, with the file number added if two files share a name.
+
+    Example:
+        >>> file_names([{"name": "chats.jsonl"}, {"name": "code.jsonl"}, {"name": "chats.jsonl"}])
+        ['chats.jsonl (0)', 'code.jsonl', 'chats.jsonl (2)']
+    """
     names = [str(file.get("name")) for file in files]
     counts, numbered = Counter(names), [f"{name} ({number})" for number, name in enumerate(names)]
     chosen = [name if counts[name] == 1 else with_number for name, with_number in zip(names, numbered, strict=True)]
@@ -113,8 +145,17 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
         batch: a batch with ``loss_mask`` [B, S], ``cu_seqlens`` [B, width] and, if present, ``cu_seqlens_padded``.
 
     Returns:
-            [B, width - 1]: entry k belongs to the sequence that begins at ``cu_seqlens[:, k]``; 0 if there is none. The
-                result for the reference model, without gradients, is the sequence column ``ref_logp``.
+        [B, width - 1]: entry k belongs to the sequence that begins at ``cu_seqlens[:, k]``; 0 if there is none. The
+            result for the reference model, without gradients, is the sequence column ``ref_logp``.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training import BatchAssembler
+        >>> from megatron_sft_idx.training.sources import StoredPacks
+        >>> batch = BatchAssembler(StoredPacks(ShardSet.open("data/pairs", columns=["pair"])), 16).assemble([0])
+        >>> logp = -2 * torch.ones(1, 16)  # minus the losses of the model
+        >>> sequence_logp(logp, batch)  # four sequences; the third has two trained tokens
+        tensor([[-2., -2., -4., -2.,  0.]])
     """
     mask, (rows, width) = batch["loss_mask"], batch["cu_seqlens"].shape
     weighted = logp.reshape(mask.shape).masked_fill(mask == 0, 0) * mask  # a log-probability may be minus infinity
@@ -133,6 +174,18 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
 
     Raises:
         FormatError: a trained sequence is not next to its partner: the pair was separated, or there is no partner.
+
+    Example:
+        >>> batch = {
+        ...     "loss_mask": torch.tensor([[1.0, 0.0, 1.0, 0.0]]),  # a pair: two sequences of two tokens
+        ...     "cu_seqlens": torch.tensor([[0, 2, 4, 4]]),
+        ...     "pair": torch.tensor([[[0, 0], [0, 1], [0, 0]]]),
+        ...     "ref_logp": torch.tensor([[-1.0, -1.0, 0.0]]),
+        ... }
+        >>> logp = torch.tensor([[-0.5, 0.0, -2.5, 0.0]])  # the chosen answer became more likely, the other one less
+        >>> losses, chosen_rewards, rejected_rewards = dpo_losses(logp, batch, beta=0.1)
+        >>> losses, chosen_rewards, rejected_rewards
+        (tensor([0.5981]), tensor([0.0500]), tensor([-0.1500]))
     """
     pair, reference = _column(batch, "pair").to(torch.int64), _column(batch, "ref_logp")
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]

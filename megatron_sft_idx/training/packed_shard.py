@@ -30,7 +30,7 @@ ON_REJECTED = (
 class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
     """Packs of shards as Bridge's packed data set; Bridge's own ``collate_fn`` makes the batches.
 
-    ``file_path`` is a prefix, folder or glob of shards. All other arguments are those of ``GPTSFTPackedDataset``.
+    ``file_path`` is a prefix, folder or glob of shards. See ``GPTSFTPackedDataset`` for all other arguments.
 
     Raises:
         ShardNotFoundError: there is no such shard.

@@ -76,6 +76,13 @@ def train_valid_test_datasets_provider(
 
     Raises:
         FormatError: arguments or shards cannot be used for training; raised on every rank.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> args = Namespace(data_path=["data/chats"], split="90,10,0", seq_length=16, seed=1)  # from get_args()
+        >>> train, valid, test = train_valid_test_datasets_provider([None, None, 0], args=args)
+        >>> len(train), len(valid), test  # one epoch of each split
+        (6, 1, None)
     """
     if args is None:
         from megatron.training import get_args
@@ -113,7 +120,30 @@ def build_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> list[Any]:
-    """Build the three data sets with Megatron's builder, on all ranks; for ``options``, see ``config_from_args``."""
+    """Build the data sets for training, validation and test with Megatron's builder, outside of ``pretrain()``.
+
+    Args:
+        args: Megatron's arguments; only the ones about data are needed, such as ``data_path`` and ``split``.
+        num_samples: requested rows of each split; None is one epoch, 0 is none.
+        is_built_on_rank: whether this rank reads data; called by Megatron's builder.
+        options: other fields of ``PackedSFTDatasetConfig``, such as ``columns`` or ``index_only_packing``.
+
+    Returns:
+        Three ``PackedSFTDataset``, or a blend of several; None for a split without rows.
+
+    Raises:
+        FormatError: arguments or shards cannot be used for training.
+        ShardNotFoundError: there is no shard at a path.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> args = Namespace(data_path=["data/chats"], split="90,10,0", seq_length=16, seed=1)
+        >>> train, valid, test = build_datasets(args, [12, None, 0])
+        >>> len(train), len(valid), test  # two epochs of the training split, one of the validation split
+        (12, 1, None)
+        >>> {name: list(tensor.shape) for name, tensor in train[0].items()}
+        {'tokens': [16], 'labels': [16], 'position_ids': [16], 'loss_mask': [16], 'cu_seqlens': [6], 'max_seqlen': []}
+    """
     return _build(config_from_args(args, num_samples=tuple(num_samples), **options), num_samples, is_built_on_rank)
 
 

@@ -49,9 +49,19 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 class EncoderCost(NamedTuple):
     """The work of an image or audio encoder, in the unit in which attention to a sequence of n tokens costs n^2.
 
+    An encoder with K layers of width a, and m encoder positions per position of the pack, costs about
+    12 m a^2 K / (h L) per position, next to a language model with L layers of width h.
+
     Attributes:
         per_position: for each position that an item takes in its pack.
         per_item: for each item, for encoders that pad all items to one size.
+
+    Example:
+        >>> # Qwen2.5-VL 7B: 4 encoder positions per position of the pack, 32 layers of width 1280; 28 of width 3584.
+        >>> cost = EncoderCost(per_position=round(12 * 4 * 1280**2 * 32 / (3584 * 28)))
+        >>> cost
+        EncoderCost(per_position=25078, per_item=0)
+        >>> media_costs = {"image": cost}  # for PackedSFTDatasetConfig
     """
 
     per_position: float = 0
@@ -465,7 +475,7 @@ class MicroBatches:
 class PackedBatchSampler(Shown):
     """The sample numbers of one data-parallel rank, one list per micro-batch; a DataLoader's ``batch_sampler``.
 
-    The arguments are those of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
+    It takes the arguments of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
 
     Args:
         dataset: the data set.

@@ -90,6 +90,12 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         global_batch_size: used in the log line with the number of steps per epoch.
         plan_cache: folder for the plans of index-only packing; None for ``path_to_cache``.
         read: how to read local shards: with memory maps, or with ``pread`` if ``mmap_bin_files`` is False.
+
+    Example:
+        >>> blend = (["data/chats"], None)  # paths and weights
+        >>> config = PackedSFTDatasetConfig(random_seed=1, sequence_length=16, blend=blend, split="90,10,0")
+        >>> config.count("data/chats"), config.split_matrix  # 7 packs, divided into 90 and 10 percent
+        (7, [(0, 0.9), (0.9, 1.0), None])
     """
 
     reset_position_ids: bool | None = False
@@ -455,7 +461,7 @@ def _require_no_stock_dataset(path: str) -> None:
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in a different order in each epoch; see ``megatron_sft_idx.training.rows``.
 
-    For a path of pretraining data, the rows and their order are those of Megatron's ``GPTDataset``.
+    For a path of pretraining data, the rows and their order are the same as in Megatron's ``GPTDataset``.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its ``rows``, which are small.
 
@@ -470,6 +476,19 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     Raises:
         FormatError: the split is empty or not consecutive.
         SequenceError: with index-only packing, sequences are longer than a row.
+
+    Example:
+        >>> from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        >>> from megatron_sft_idx import PackedSFTDatasetConfig
+        >>> config = PackedSFTDatasetConfig(
+        ...     random_seed=1, sequence_length=16, blend=(["data/chats"], None), split="90,10,0"
+        ... )
+        >>> builder = BlendedMegatronDatasetBuilder(PackedSFTDataset, [12, None, None], lambda: True, config)
+        >>> train, valid, test = builder.build()
+        >>> train
+        <PackedSFTDataset data/chats: 12 samples of 6 packs of up to 12 tokens, split train>
+        >>> train[0]["tokens"].shape, train[0]["cu_seqlens"].shape
+        (torch.Size([16]), torch.Size([6]))
     """
 
     def __init__(

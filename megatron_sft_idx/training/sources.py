@@ -225,7 +225,7 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
     return values
 
 
-# What to do about a shard with images or audio, where batches cannot carry them and where they can.
+# Remedies for a shard with images or audio: if batches cannot carry them, and if they can.
 TEXT_ALONE: Final = "pass ignore_media=True (--ignore-media) to train on the text only"
 CARRIED_BY: Final = f"pass media=MediaInputs(FOLDER) to include them in batches (docs/media.md), or {TEXT_ALONE}"
 
@@ -375,9 +375,23 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """A ``PackSource`` of stored packs ``first`` to ``last``, counted over all shards.
+    """A ``PackSource`` with the packs of shards as they are stored.
 
-    FormatError: there are no such packs.
+    Args:
+        shards: the shards.
+        first: the first pack to use, counted over all shards.
+        last: the end of the range of packs, exclusive; None for the end of the last shard.
+
+    Raises:
+        FormatError: the range is empty, or not inside the shards.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> packs = StoredPacks(ShardSet.open("data/chats"))
+        >>> packs
+        <StoredPacks data/chats: 7 packs of up to 12 tokens>
+        >>> StoredPacks(ShardSet.open("data/chats"), first=5).num_packs  # the last two packs, for validation
+        2
     """
 
     def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
@@ -435,6 +449,13 @@ class PlanOptions:
         method: see ``pack_sequences``.
         max_sequences_per_pack: the maximum number of sequences in a pack; None for no limit.
         seed: seed of the random numbers that packing uses.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import PlannedPacks
+        >>> options = PlanOptions(capacity=16, max_sequences_per_pack=4)
+        >>> PlannedPacks(ShardSet.open("data/chats"), options).num_packs
+        4
     """
 
     capacity: int
@@ -462,6 +483,13 @@ class PlannedPacks(_ShardPacks):
     Raises:
         SequenceError: sequences do not fit the capacity; the message gives their number.
         FormatError: the range is empty, a column has one value per pack, or the file of the plan is truncated.
+
+    Example:
+        >>> from megatron_sft_idx.shard.shard_set import ShardSet
+        >>> from megatron_sft_idx.training.sources import PlanOptions
+        >>> shards = ShardSet.open("data/chats", same_capacity=False)
+        >>> PlannedPacks(shards, PlanOptions(capacity=16))  # seven packs in the shard fit into three longer ones
+        <PlannedPacks data/chats: 3 packs of up to 16 tokens>
     """
 
     def __init__(
@@ -692,7 +720,15 @@ class LegacySource(Shown):
         pad_id: the padding id of the tokenizer, which the file does not have.
 
     Raises:
-        FormatError, SequenceError: see ``read_legacy``.
+        FormatError: the file is unreadable, or not of this format.
+        SequenceError: a pack breaks a rule.
+
+    Example:
+        >>> from megatron_sft_idx import LegacyPickleWriter
+        >>> with LegacyPickleWriter("data/packs.npy") as writer:
+        ...     writer.write_bin(0, [5, 6, 7, 5, 8], [1, 1, 0, 1, 0], [0, 3])
+        >>> LegacySource("data/packs.npy", capacity=8)
+        <LegacySource data/packs.npy: 1 packs of up to 8 tokens>
     """
 
     def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:

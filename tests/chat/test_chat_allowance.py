@@ -1,6 +1,6 @@
-"""What a chat template may write and how much it may do: refused by counts, each refusal naming its row."""
+"""Limits on the output and the work of chat templates: they depend on counts, and errors name the row."""
 
-# ruff: noqa: E501 - tables of templates, one a line
+# ruff: noqa: E501 - tables of templates, one per line
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("count", [30, pytest.param(len(ENDLESS), marks=pytest.mark.slow)])
 def test_endless_templates_are_refused_in_little_memory(count: int) -> None:
-    # The child limits its own address space; what goes beyond is a MemoryError, whose words are others.
+    # The child limits its own address space; exceeding that is a MemoryError, with another message.
     command = [sys.executable, HERE / "endless_templates.py", "endless", str(count)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert run.returncode == 0, run.stderr
@@ -56,7 +56,7 @@ def test_a_refusal_names_its_row_and_obeys_on_bad_row(tmp_path: Path) -> None:
     assert (tmp_path / "x.bin").exists()
 
 
-# name: (what a template writes, what the refusal says)
+# name: (what a template writes, the error)
 NO_TEXT = {
     "method": ("{{ messages[0].items }}", "writes a method (items): were parentheses forgotten?"),
     "method, in a loop": ("{% for m in messages %}{{ m.items }}{% endfor %}", "writes a method (items)"),
@@ -171,7 +171,7 @@ def test_expressions_are_answered_as_transformers_answers_them(expression: str) 
 
 
 def conversation(count: int, characters: int, letter: str) -> list[dict[str, object]]:
-    """Messages of some characters each, taken in turns."""
+    """Return alternating messages of some characters each."""
     return [
         (said if index % 2 else user)(f"{index} " + letter * max(0, characters - len(str(index)) - 1))
         for index in range(count)

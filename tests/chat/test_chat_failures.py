@@ -1,6 +1,6 @@
-"""Rows and templates that cannot be used, each with its message; and the sandbox that templates run in."""
+"""Errors for rows and templates that cannot be used, and for templates that leave the sandbox."""
 
-# ruff: noqa: E501 - tables of failures, one a line
+# ruff: noqa: E501 - tables of failures, one per line
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_bad_row_is_named(name: str) -> None:
 
 
 def shown(outcome: object) -> object:
-    # Where Python notices that it recurses too deeply depends on how deep it is already.
+    # The place where Python stops recursion depends on the current depth.
     if isinstance(outcome, ValueError):
         return type(outcome), str(outcome).removesuffix(" while calling a Python object")
     return outcome
@@ -69,7 +69,7 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
         return shown(error)
 
 
-# What is endless runs for seconds, each of a dozen times.
+# Endless templates run for seconds, each a dozen times.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "endless")) for name in BAD_ROWS]
 )
@@ -84,7 +84,7 @@ def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: di
 
 
 def test_rows_behind_one_that_fails_do_not_keep_its_error_waiting() -> None:
-    """A job that ends at its first bad row renders none of those behind it, each of which may take seconds."""
+    """A job that ends at its first bad row does not render later rows, which may each take seconds."""
     seen: list[str] = []
 
     def note(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Malformed input files and names of inputs: each stops with an error that names the file and the remedy."""
+"""Malformed input files and input names: each is an error with the file and the remedy."""
 
 import bz2
 import gzip
@@ -137,7 +137,7 @@ def test_bad_line_between_good_ones(tmp_path, bad):
         (b'[{"a": 1}, , {"a": 3}]', 2, "an extra comma"),
         (b'[{"a": 1}, {"a": 3}, ]', 3, "an extra comma"),
         (b"[,]", 1, "an extra comma"),
-        # The blank element is a piece of its own: the next one does not fit beside it.
+        # The blank element is a separate piece, because the next element does not fit into it.
         (b'[, {"a": "' + b"x" * 200 + b'"}]', 1, "an extra comma"),
         (b'[{"a": 1} {"a": 2}]', 1, "not valid JSON"),
         (b'[{"a": "\xff"}, {"a": 3}]', 1, "not valid UTF-8"),

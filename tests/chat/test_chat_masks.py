@@ -1,6 +1,6 @@
-"""What options, weights, markers and control tokens do to spans."""
+"""The effect of options, weights, generation markers and control tokens on trained spans."""
 
-# ruff: noqa: E501 - templates and conversations, one a line
+# ruff: noqa: E501 - templates and conversations, one per line
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_thinking_inside_the_content_is_left_out_too() -> None:
 
 
 def test_repeated_words_are_placed_by_a_marked_render() -> None:
-    # "a" stands in the header, in the reasoning and twice in the answer.
+    # "a" occurs in the header, in the reasoning and twice in the answer.
     conversation = talk(user("a"), said("a a", reasoning_content="a"))
     assert learnt(STYLES["thinking"].source, conversation, train_on_thinking=False) == ["a a<|im_end|>"]
 
@@ -386,7 +386,7 @@ def test_a_template_that_runs_away_without_a_control_token_is_not_said_to_read_i
 def test_literals_are_exactly_the_data_s_control_tokens(contents: list[str]) -> None:
     messages = [user(text) if number % 2 == 0 else said(text) for number, text in enumerate(contents)]
     rendered = make(STYLES["late end"].source).render(talk(*messages))
-    # Spelt out from the template: where each content lies, by hand.
+    # The expected spans are computed here from the template.
     text, expected, longest_first = "<s>", [], sorted(CONTROLS, key=len, reverse=True)
     for number, content in enumerate(contents):
         text += "</s>" if number and number % 2 == 0 else ""
@@ -470,7 +470,7 @@ def test_a_break_behind_the_else_of_a_loop_ends_the_loop_around_it() -> None:
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"), user("stop"))) == ["a.", "b."]
 
 
-# Exactly what markers enclose
+# Exactly the text between markers
 
 EVERYONE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }};{% endgeneration %}{% endfor %}"
 AROUND_THE_LOOP = "{% generation %}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% endgeneration %}"

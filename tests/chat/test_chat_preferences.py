@@ -1,4 +1,4 @@
-"""Rows that judge answers: pairs in the shapes that data comes in, and verdicts."""
+"""Rows with preference pairs, in all shapes that data sets use, and with verdicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turns(*texts: str, first: str = "human") -> list[dict[str, str]]:
 
 HH = "\n\nHuman: Q\n\nAssistant:"
 Q, GOOD, BAD = said("Q"), said("A", roles="a"), said("B", roles="a")
-# All are the same pair: the question Q, answered by A, which is better, or by B.
+# All are the same pair: the question Q with the better answer A and the worse answer B.
 SHAPES: dict[str, dict[str, Any]] = {
     "TRL, with its prompt": {"prompt": Q, "chosen": GOOD, "rejected": BAD},
     "TRL, the prompt in both": {"chosen": said("Q", "A"), "rejected": said("Q", "B")},
@@ -87,7 +87,7 @@ def test_only_what_follows_the_common_messages_is_trained_on() -> None:
     }
     (chosen, rejected), _ = read_judged(row, PAIRS)
     assert [chosen.weights, rejected.weights] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
-    # An answer that both begin with alike is part of the prompt.
+    # An answer with which both conversations begin is part of the prompt.
     row = {"messages": Q, "chosen": said("A", "Q", "C", roles="au"), "rejected": said("A", "Q", "D", roles="au")}
     assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0, 0, 1]] * 2
 
@@ -227,7 +227,8 @@ def test_an_answer_within_the_prompt_is_that_of_both() -> None:
         tooled = [*Q, *GOOD, {"role": "tool", "content": "T"}]
         with pytest.raises(RowError, match="one is a prefix of the other"):
             read_judged({"messages": tooled, "chosen": tooled, "rejected": rejected}, PAIRS)
-    # Without a prompt these are two answers to Q, of several turns each; as they are where the messages are the chosen.
+    # Without a prompt, these are two answers to Q of several turns each. The same holds if the messages equal the
+    # chosen.
     for beside in ({}, {"prompt": "Q"}, {"messages": row["chosen"]}):
         (chosen, rejected), _ = read_judged({**beside, **row}, PAIRS)
         assert chosen.weights == rejected.weights == [0, 1, 1, 1]
@@ -266,7 +267,7 @@ def test_a_rejected_answer_stands_in_the_place_of_the_chosen_one() -> None:
     ):
         for chosen in (GOOD, call + GOOD, call + tool + GOOD):
             if before[-1] in tool and tool[0] in chosen:
-                continue  # then the end of what precedes the answer is not where this test has it
+                continue  # here the text before the answer ends elsewhere
             at = len(before) + 2 * (tool[0] in chosen and len(answers) == 1)
             pair, _ = read_judged({"messages": before + chosen, "rejected_response": rejected}, PAIRS)
             assert [one.messages for one in pair] == [before + chosen, (before + chosen)[:at] + answers]

@@ -1,4 +1,4 @@
-"""Rows that cannot be used, each with its reason."""
+"""Errors for rows that cannot be used."""
 
 import pytest
 

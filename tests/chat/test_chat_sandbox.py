@@ -1,6 +1,6 @@
-"""What a chat template may call: as in plain Jinja or refused by name, and paid for before it makes anything large."""
+"""Calls in chat templates: the same result as in plain Jinja or an error, and large results are paid for first."""
 
-# ruff: noqa: E501 - tables of templates, one a line
+# ruff: noqa: E501 - tables of templates, one per line
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LONG = talk(user("q" * 200_000), said("words of mine"))
 WORDS = st.text(st.sampled_from("ab ,\n\t<'\x85\u00df\u00e9\u0130\u0390\u4e2d\U0001f600"), max_size=300)
 HERE = Path(__file__).parents[1]
 
-# ---- as in plain Jinja, or refused by name ----
+# ---- the same as in plain Jinja, or an error ----
 
-STOCK = _compile_jinja_template("").environment  # as transformers sets it up
+STOCK = _compile_jinja_template("").environment  # the environment of transformers
 TEXTS = (
     "",
     "a",
@@ -91,7 +91,7 @@ REFUSED = {
 
 
 def callable_names(value: Any) -> list[str]:
-    """The methods of a value that Jinja's sandbox lets a template call."""
+    """Return the methods of a value that Jinja's sandbox allows."""
     return [
         name
         for name in dir(value)
@@ -100,7 +100,7 @@ def callable_names(value: Any) -> list[str]:
 
 
 def outcome(environment: Any, source: str, variables: dict[str, Any]) -> str | Exception:
-    """The text that a template renders, or its error."""
+    """Return the text that a template renders, or its error."""
     try:
         if isinstance(environment, TemplateEnvironment):
             environment.allowance.start({})
@@ -128,7 +128,7 @@ def agree(source: str, variables: dict[str, Any], refused: bool = False) -> None
 
 
 def spelt(arguments: list[Any], names: list[str]) -> tuple[str, dict[str, Any]]:
-    """Arguments of a call, the last ones by name, and the variables that hold them."""
+    """Return the arguments of a call, the last ones by name, and the variables that hold them."""
     variables = {f"a{number}": value for number, value in enumerate(arguments)}
     plain = len(arguments) - len(names)
     written = [*[f"a{number}" for number in range(plain)], *[f"{name}=a{plain + at}" for at, name in enumerate(names)]]
@@ -148,7 +148,7 @@ def test_filters_are_those_of_plain_jinja(name: str, data: st.DataObject) -> Non
         ]
     except ValueError:
         parameters = []
-    if name == "tojson":  # others fail, or not, by how far the encoder gets
+    if name == "tojson":  # for other calls, failure depends on how far the encoder gets
         arguments = [one for one in arguments if one is None or isinstance(one, (str, int))]
     names = data.draw(st.lists(st.sampled_from(parameters), max_size=len(arguments), unique=True)) if parameters else []
     call, variables = spelt(arguments, names)
@@ -294,7 +294,7 @@ def test_no_argument_makes_a_template_take_much(count: int) -> None:
 
 
 def nearly_spent(units: int) -> Allowance:
-    """An allowance that has so much left of its base, and much more for a large conversation."""
+    """Return an allowance with ``units`` left of its base, and much more for a large conversation."""
     allowance = Allowance()
     allowance.start({"messages": LONG.messages})
     allowance.spend(BASE - units)
@@ -317,7 +317,7 @@ def test_a_refusal_takes_no_more_than_the_conversation_allows() -> None:
 
 
 PADDED = "{{% for i in range({}) %}}{{% set x = 'a' * 16000000 %}}{{% endfor %}}{{% set big = 'a' * 4000000 %}}"
-# Each is paid by a value's size, and the base, of which 50 or 2 million units are left, runs out while that is found.
+# Each call costs as much as a value's size. The base has 50 or 2 million units left, and runs out during counting.
 BY_SIZE = {
     "% by name": PADDED.format(5) + "{{ (('%(a)s' * 10) % {'a': big}) | length }}",
     "format filter": PADDED.format(5) + "{{ ('%(a)s' * 10) | format(a=big) | length }}",

@@ -1,4 +1,4 @@
-"""Loading tokenizers: what a folder says, and what is said about broken ones."""
+"""Loading tokenizers: settings in a folder, and errors for broken folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
-    """A folder whose tokenizer.json has these keys."""
+    """Return a function that changes keys of a folder's tokenizer.json."""
 
     def make(folder: Path) -> None:
         zoo.write_folder(folder, "gpt2", **changes)
@@ -34,7 +34,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 def file(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """A sound folder, but for this file."""
+    """Return a function that replaces one file of a valid folder."""
 
     def make(folder: Path) -> None:
         zoo.write_folder(folder, "gpt2")

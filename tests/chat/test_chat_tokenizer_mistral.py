@@ -1,4 +1,4 @@
-"""Mistral's own files and templates, beside mistral-common."""
+"""Mistral's own files and templates, compared with mistral-common."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ours(name: str) -> Tokenizer:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Any:
-    """Their tokenizers hold a hundred megabytes each."""
+    """Drop the tokenizers after the tests; each holds 100 MB."""
     yield
     theirs.cache_clear()
     ours.cache_clear()
@@ -97,7 +97,7 @@ CHATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("chat", CHATS)
 def test_a_rendered_chat_has_the_ids_of_their_own_encoding(name: str, chat: str) -> None:
     if chat == "tools" and name.endswith("v1"):
-        return  # version 1 knows no tools
+        return  # version 1 has no tools
     template = ours(name).generated_template
     assert template == convert_tokenizer_to_chat_template(DATA / name)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)

@@ -1,4 +1,4 @@
-"""SentencePiece models, tiktoken's ranks and tekken.json: ids are those of the libraries they were made for."""
+"""SentencePiece models, tiktoken's ranks and tekken.json: ids equal the ids of their original libraries."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sentencepiece_model(kind: str) -> bytes:
 
 @lru_cache
 def ranks() -> list[bytes]:
-    """Tokens in the order of their ranks: the bytes, then what a byte-level tokenizer learned."""
+    """Return tokens in the order of their ranks: the bytes, then the tokens that a byte-level tokenizer learned."""
     spec, alphabet = zoo.spec_of("llama3"), byte_alphabet()
     learned = sorted(spec["model"]["vocab"].items(), key=lambda item: item[1])
     words = [bytes(alphabet[c] for c in text) for text, _ in learned if text not in zoo.SPECIAL]
@@ -112,7 +112,7 @@ def config_of(kind: str) -> dict[str, Any]:
 
 
 def write(folder: Path, kind: str, **changes: Any) -> Path:
-    """A folder without tokenizer.json."""
+    """Write a tokenizer folder without tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     if config := {**config_of(kind), **changes}:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -133,7 +133,7 @@ def load(kind: str) -> Tokenizer:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Any:
-    """Tokenizers hold some MB each, whose page tables every later fork of this process would copy."""
+    """Drop the tokenizers after the tests. Each holds some MB, and every later fork would copy their page tables."""
     yield
     for cache in (load, sentencepiece_model, ranks, original, added):
         cache.cache_clear()
@@ -141,10 +141,10 @@ def forgotten() -> Any:
 
 @lru_cache
 def original(kind: str) -> Callable[[str, bool], list[int]]:
-    """Ordinary text to ids by the library itself; the flag says that other text came before."""
+    """Return the library's own function from ordinary text to ids. Its flag is true if other text came before."""
     if kind in SENTENCEPIECE:
         library = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind))
-        if kind == "llama":  # behind a line feed, whose byte merges with nothing, it puts no space of its own
+        if kind == "llama":  # after a line feed, which never merges, it adds no space
             ahead = len(library.encode("\n"))
             return lambda text, later: library.encode("\n" + text)[ahead:] if later else library.encode(text)
         return lambda text, later: library.encode(text)
@@ -161,7 +161,7 @@ def original(kind: str) -> Callable[[str, bool], list[int]]:
 
 @lru_cache
 def added(kind: str) -> dict[str, int]:
-    """The control tokens by what the files say."""
+    """Return the control tokens from the files."""
     if kind in SENTENCEPIECE:
         library = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind))
         pieces = {library.id_to_piece(i): i for i in range(library.get_piece_size())}
@@ -179,7 +179,7 @@ def added(kind: str) -> dict[str, int]:
 
 
 def expected(kind: str, text: str) -> list[int]:
-    """Control tokens cut out, the longest first, and the rest by the library."""
+    """Return the ids: control tokens are cut out, the longest first, and the library encodes the rest."""
     tokens = added(kind)
     pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     ids: list[int] = []
@@ -196,8 +196,8 @@ def differences(kind: str, texts: list[str]) -> list[str]:
     return [t for t, ours in zip(texts, found, strict=True) if ours.input_ids.tolist() != expected(kind, t)]
 
 
-# Behind a control token these models put a space before text, or cut spaces, and what the library does to a text that
-# goes on cannot be asked of it from outside.
+# After a control token, these models insert a space before text, or remove spaces. The library has no interface for
+# encoding the continuation of a text.
 ONLY_WHOLE = ("suffix",)
 
 
@@ -223,8 +223,8 @@ def test_any_text_has_the_ids_of_the_original(kind: str, texts: list[str]) -> No
 
 
 def held(kind: str, row: Rendered, ids: list[int]) -> list[tuple[int, int]]:
-    """The characters that each token holds, by counting the bytes that tokens spell."""
-    text = row.text.replace("\u2581", " ") if kind == "llama" else row.text  # to such a model that is a space
+    """Return the characters of each token, by counting the bytes of tokens."""
+    text = row.text.replace("\u2581", " ") if kind == "llama" else row.text  # such a model treats this as a space
     owner = [i for i, character in enumerate(text) for _ in character.encode()]
     library = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind)) if kind == "llama" else None
     names = {index: text for text, index in added(kind).items()}
@@ -238,7 +238,7 @@ def held(kind: str, row: Rendered, ids: list[int]) -> list[tuple[int, int]]:
         else:
             piece = library.id_to_piece(index)
             length = 1 if library.is_byte(index) else len(piece.replace("\u2581", " ").encode())
-            # What the model put before the text belongs to its first character.
+            # The inserted space belongs to the first character of the text.
             length -= number == 0 and piece.startswith("\u2581")
         last = owner[max(done + length - 1, done)]
         ranges.append((owner[done], last + 1))
@@ -258,7 +258,7 @@ def masked(kind: str, row: Rendered, ids: list[int]) -> list[float]:
 
 
 def without_literals(kind: str, row: Rendered) -> list[int]:
-    """Ids of a text some of whose control tokens are words: stretch by stretch."""
+    """Return ids of a text in which some control tokens are ordinary words, stretch by stretch."""
     tokens, ids, stretch, at = added(kind), [], 0, 0
     longest = sorted(tokens, key=len, reverse=True)
 
@@ -305,7 +305,7 @@ def test_span_by_span_leaves_no_token_across_an_edge(kind: str, row: Rendered) -
         piece = Rendered(row.text[start:stop], [], inside)
         later = start > 0 and not row.text[:start].endswith(tuple(added(kind)))
         if kind == "llama" and later:
-            # As if it went on from a line feed.
+            # As a continuation after a line feed.
             whole = Rendered("\n" + piece.text, [], [(a + 1, b + 1) for a, b in inside])
             ids += without_literals(kind, whole)[len(original(kind)("\n", False)) :]
         else:
@@ -316,7 +316,7 @@ def test_span_by_span_leaves_no_token_across_an_edge(kind: str, row: Rendered) -
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_every_answer_is_trained_to_its_edges_whatever_the_model_normalizes(kind: str) -> None:
-    """Full-width letters, ligatures and runs of spaces, which some of these models rewrite or drop."""
+    """Test full-width letters, ligatures and runs of spaces, which some of these models rewrite or drop."""
     for answer in ("ﬁne １２３", "a   b ", "é😀", "x", "カ\u3099 ﷺ", "the lazy dog"):
         text = f"<|im_start|>{answer}<|im_end|>\n"
         start = len("<|im_start|>")
@@ -379,7 +379,7 @@ def test_a_folder_and_its_pickle_are_the_same_tokenizer(kind: str) -> None:
 
 
 def kimi_pieces(text: str) -> list[str]:
-    """As Kimi's own code cuts it: character by character."""
+    """Split text like Kimi's own code, character by character."""
     pieces = []
     for start in range(0, len(text), 400_000):
         chunk, begin, run = text[start : start + 400_000], 0, 0

@@ -1,4 +1,4 @@
-"""Fields that say what is trained on: each is read exactly as its trainer reads it, or the row is refused by name."""
+"""Fields that control training: each has the same effect as in its trainer, or the row is rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOT = {"role": "assistant", "content": "A"}
 CHAT = [USER, BOT]
 NOWHERE = "refused"
 
-# ---- the oracle: what each trainer makes of a field, in its own words ----
+# ---- the oracle: the meaning of a field in each trainer ----
 
 WEIGHTS = ("weight", "loss_weight", "loss_scale")
 ASSISTANTS_FLAGS = ("loss", "step_loss_mask")
@@ -45,7 +45,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def expected(field: str, value: Any, role: str) -> Any:
-    """The weight that a message of the role has by this field; ``NOWHERE`` where it must be refused."""
+    """Return the weight of a message of this role according to the field, or ``NOWHERE`` if it must be rejected."""
     if value is None:
         return 1.0
     if field in PARTIAL or not isinstance(value, (int, float)):
@@ -61,7 +61,7 @@ def expected(field: str, value: Any, role: str) -> Any:
 
 
 def spellings(messages: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same conversation in every form of row that holds messages."""
+    """Return the same conversation in every form of row with messages."""
     speakers = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
     turns = []
     for each in messages:
@@ -73,7 +73,7 @@ def spellings(messages: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         "nemo": {"conversations": [turn | {"from": turn["from"].capitalize()} for turn in turns], "system": ""},
     }
     text = json.dumps(messages)
-    if not re.search(r"NaN|Infinity|\d{99}", text):  # which JSON does not have
+    if not re.search(r"NaN|Infinity|\d{99}", text):  # JSON does not have these values
         forms["text"] = {"messages": text}
     return forms
 
@@ -140,7 +140,7 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
         to_sequence_source({"messages": [USER, BOT | {"train": False, "weight": 0.5}]})
 
 
-# ---- names that are on no list ----
+# ---- unknown names ----
 
 SOUND_LIKE_TRAINING = (
     *("turn_loss_mask", "is_trainable", "train_on_turn", "no_loss", "ignore_loss", "lossMask", "maskLoss", "loss-mask"),
@@ -369,7 +369,7 @@ def test_a_prompt_of_one_message() -> None:
 
 
 def trained_turns(row: dict[str, Any]) -> list[bool] | None:
-    """Which turns NeMo trains, by the rule of its chat dataset; None where it stops."""
+    """Return the turns that NeMo trains, by the rule of its chat dataset, or None if it fails."""
     mask = row.get("mask", "User")
     speakers = [turn["from"] for turn in row["conversations"]]
     if not all(name in speakers for name in mask.split(",")):
@@ -407,7 +407,7 @@ def test_masks_of_speakers_against_nemos_rule() -> None:
         try:
             source = to_sequence_source(row)
         except RowError:
-            # Refused where NeMo stops, trains another's words or nothing, or where the first turn is an answer.
+            # Rejected if NeMo fails, trains another role's words or nothing, or if the first turn is an answer.
             outcomes["refused"] += 1
             assert (
                 trained is None
@@ -448,7 +448,7 @@ def test_what_nemos_masks_cannot_say_here() -> None:
     assert to_sequence_source({"conversations": talk, "mask": None, "type": None}).weights == [1, 1]
 
 
-# ---- rows that come tokenised ----
+# ---- tokenised rows ----
 
 
 def test_a_token_is_trained_where_every_mask_says_so() -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer that transformers has loaded stands for its folder, as long as it is what that holds."""
+"""A tokenizer loaded by transformers can replace its folder, as long as it is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tokenizer: Any, prefix: Path) -> dict[str, bytes]:
 
 def test_a_loaded_tokenizer_makes_the_bytes_of_its_folder(tmp_path: Path) -> None:
     tokenizer = loaded()
-    # A call leaves how it cut and padded in the tokenizer; that changes no id of ours.
+    # A call stores its truncation and padding in the tokenizer; this does not change our ids.
     tokenizer(["a", "b c d"], truncation=True, max_length=2, padding="max_length")
     assert folder_of_loaded(tokenizer) == str(TOKENIZER)
     assert run(tokenizer, tmp_path / "a") == run(TOKENIZER, tmp_path / "b")
@@ -106,7 +106,7 @@ def test_one_that_splits_special_tokens_is_refused(change: Callable[[Any], None]
         FormatError, match=r"^tokenizer: it splits special tokens, which preprocess does not support; set its.*$"
     ):
         run(tokenizer, tmp_path / "x")
-    # A folder that is saved from it says so too, unless only the backend knows.
+    # A folder saved from it has the same setting, unless only the backend has it.
     tokenizer.save_pretrained(saved := tmp_path / "saved")
     if change is None:
         for given in (saved, str(saved), transformers.AutoTokenizer.from_pretrained(saved)):

@@ -1,4 +1,4 @@
-"""Every form in which rows have images and audio: all become the same parts, with the same files in the same places."""
+"""All forms of rows with images and audio give the same parts, with the same files in the same places."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.types import Conversation, RowError
 
 Row = dict[str, Any]
-# A row in one form: for each message its role and its parts, a text or a file each.
+# A row in a plain form: for each message its role and its parts, each a text or a file.
 Plain = list[tuple[str, list[str | tuple[str, bytes]]]]
 
 
 def drawn(rng: random.Random, kinds: tuple[str, ...]) -> Plain:
-    """A conversation; texts never stand next to each other, since tags could not tell them apart."""
+    """Draw a conversation. Two texts are never adjacent, because tags cannot separate them."""
     messages: Plain = []
     for _ in range(rng.randint(1, 3)):
         parts: list[str | tuple[str, bytes]] = []
@@ -44,7 +44,7 @@ def uri(data: bytes, kind: str = "image") -> str:
 
 
 def with_parts(plain: Plain, part_of: Callable[[str, bytes], Any]) -> Row:
-    """Messages of parts; ``part_of`` makes that of a file."""
+    """Return messages of parts. ``part_of`` makes the part for a file."""
     return {
         "messages": [
             {
@@ -59,7 +59,7 @@ def with_parts(plain: Plain, part_of: Callable[[str, bytes], Any]) -> Row:
 
 
 def with_lists(row: Row, plain: Plain, file_of: Callable[[bytes], Any]) -> Row:
-    """The row, with the files of all kinds in columns."""
+    """Return the row with all files in columns."""
     return row | {
         name: [file_of(data) for data in found]
         for name, kind in (("images", "image"), ("audios", "audio"))

@@ -1,4 +1,4 @@
-"""Tokenised rows that are packed already: as many sequences as they say, in every form; contradictions are refused."""
+"""Tokenised rows that are already packed: their sequences are found in every form, and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize import row_files
 
-# As TRL's pack_dataset and NeMo write them.
+# Rows as written by TRL's pack_dataset and NeMo.
 TRL = [
     {"input_ids": [5, 6, 7, 8, 14], "labels": [-100, 6, 7, 8, 14], "seq_lengths": [4, 1]},
     {"input_ids": [11, 12, 13, 9, 10], "labels": [-100, 12, 13, -100, 10], "seq_lengths": [3, 2]},
@@ -36,7 +36,7 @@ Sequence = tuple[list[int], list[int]]
 
 
 def read(row: dict[str, Any], alignment: str = "token") -> list[Sequence]:
-    """The sequences of a row: ids and token-aligned masks."""
+    """Return the sequences of a row: ids and token-aligned masks."""
     source = to_sequence_source(row, RowOptions(mask_alignment=alignment))
     assert isinstance(source, TokenizedRow)
     assert source.bounds is not None
@@ -52,11 +52,11 @@ def refused(row: dict[str, Any], alignment: str = "token") -> str:
     return str(caught.value)
 
 
-# ---- packs that are known, in every form ----
+# ---- known packs, in every form ----
 
 
 class Pack(NamedTuple):
-    """Sequences with their token-aligned masks, and tokens of padding behind them."""
+    """Sequences with their token-aligned masks, followed by padding tokens."""
 
     sequences: list[Sequence]
     padding: int
@@ -91,7 +91,7 @@ def merged(values: list[int], padding: int) -> list[int]:
 
 
 def forms(pack: Pack) -> dict[str, dict[str, Any]]:
-    """The fields by which trainers say where the sequences of a pack begin, by a name of the form."""
+    """Return the fields in which trainers store the starts of a pack's sequences, by name of the form."""
     lengths, bounds, padding, total = pack.lengths, pack.bounds, pack.padding, pack.total
     zeros = {"attention_mask": [1] * bounds[-1] + [0] * padding}
     if not padding:
@@ -150,7 +150,7 @@ def forms(pack: Pack) -> dict[str, dict[str, Any]]:
 
 
 def masks(pack: Pack, alignment: str) -> list[dict[str, Any]]:
-    """The masks of a pack in every form: labels, numbers."""
+    """Return the masks of a pack in every form: labels, numbers."""
     ids = [token for tokens, _ in pack.sequences for token in tokens] + [PAD] * pack.padding
     marks: list[int] = []
     labels: list[int] = []
@@ -203,7 +203,7 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         if all(row.get(key, value) == value for key, value in more.items()):
             assert read(row | more, alignment) == pack.sequences, (one, other, row, more)
             together += 1
-        # The same tokens with a border elsewhere.
+        # The same tokens with other boundaries.
         ids = [token for tokens, _ in pack.sequences for token in tokens]
         marks = [mark for _, mask in pack.sequences for mark in mask]
         cuts = sorted(draws.sample(range(1, len(ids)), draws.randint(1, min(3, len(ids) - 1)))) if len(ids) > 1 else []
@@ -299,12 +299,12 @@ def test_padding_that_no_field_marks_is_refused_if_it_looks_like_some() -> None:
     for fields in ({"seq_lengths": [2, 2, 3]}, {"position_ids": [0, 1, 0, 1, 0, 1, 2]}, {"cu_seqlens": [0, 2, 4, 7]}):
         assert "the last of 3 sequences is the token 2 repeated 3 times, and is not trained on" in refused(row | fields)
         assert len(read(row | fields | {"attention_mask": [1, 1, 1, 1, 0, 0, 0]})) == 2
-    # Zeros behind positions are padding where trainers write one token again and again.
+    # Zeros after positions are padding if one token is repeated there.
     assert len(read(row | {"position_ids": [0, 1, 0, 1, 0, 0, 0]})) == 2
     differ = row | {"input_ids": [5, 6, 7, 8, 2, 3, 4], "position_ids": [0, 1, 0, 1, 0, 0, 0]}
     assert "the last 3 position_ids are 0, and their ids differ" in refused(differ)
     assert len(read(differ | {"seq_lengths": [2, 2, 1, 1, 1]})) == 5
-    # A last sequence of one token is one, and so are zeros that are trained on.
+    # A last sequence of one token counts as a sequence, and so do zeros that are trained on.
     assert len(read({"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]})) == 2
     assert len(read({"input_ids": [5, 6, 7, 7], "labels": [-100, 6, 7, 7], "position_ids": [0, 1, 0, 0]})) == 3
 
@@ -329,7 +329,7 @@ def test_fields_of_packs_next_to_text_are_refused() -> None:
         with pytest.raises(RowError, match=f"{name} gives token positions of sequences"):
             to_sequence_source(chat | fields)
         to_sequence_source(chat | dict.fromkeys(fields))
-    # Of other things in rows of chats.
+    # In rows of chats, fields with these names mean something else.
     to_sequence_source(chat | {"length": 2, "lengths": [1, 1], "position_ids": [0, 0], "segment_ids": ["a"]})
 
 
@@ -347,7 +347,7 @@ def test_names_of_documents_are_no_numbers_of_sequences() -> None:
 
 
 def layouts(count: int) -> list[tuple[list[int], int]]:
-    """All bounds of sequences in ``count`` tokens, and where padding begins."""
+    """Return all possible boundaries in ``count`` tokens, with the start of padding."""
     found = []
     for end in range(1, count + 1):
         for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, end), n) for n in range(end)):
@@ -356,7 +356,7 @@ def layouts(count: int) -> list[tuple[list[int], int]]:
 
 
 def may_say(name: str, value: list[int], bounds: list[int], end: int, count: int) -> bool:
-    """Whether a field of this value is right for a layout."""
+    """Return whether a field with this value is correct for a layout."""
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     behind = count - end
     if name == "seq_lengths":
@@ -373,11 +373,11 @@ def may_say(name: str, value: list[int], bounds: list[int], end: int, count: int
 
 
 def marks_padding(fields: dict[str, list[int]], bounds: list[int], count: int) -> bool:
-    """Whether one of the fields says that what is behind the last sequence is padding."""
+    """Return whether one of the fields shows that the tokens after the last sequence are padding."""
     zeros = [0] * (count - bounds[-1])
     by_mask = fields.get("attention_mask", [1])[-len(zeros) :] == zeros
     lengths = fields.get("seq_lengths")
-    # Positions alone: not where lengths count what is behind, and one zero may be a sequence.
+    # By positions only: not if lengths include the rest; and a single zero may be a sequence.
     by_positions = (
         fields.get("position_ids", [1])[-len(zeros) :] == zeros and fields["position_ids"][bounds[-1] - 1] != 0
     )
@@ -404,7 +404,7 @@ def test_what_is_read_is_the_one_layout_that_all_fields_allow() -> None:
             "position_ids": [at for length in lengths for at in range(length)] + [0] * behind,
         }
         fields = {name: list(fields[name]) for name in draws.sample(list(fields), draws.randint(1, 3))}
-        if draws.random() < 0.5:  # spoil one
+        if draws.random() < 0.5:  # damage one field
             name = draws.choice(list(fields))
             fields[name][draws.randrange(len(fields[name]))] = draws.randint(0, count)
         ids = [*range(10, 10 + end), *[PAD] * behind]
@@ -429,7 +429,7 @@ def test_what_is_read_is_the_one_layout_that_all_fields_allow() -> None:
     assert outcomes["read"] > 2000
     assert outcomes["none"] > 1000
     assert outcomes["refused"] < 300
-    # What looks like padding, or could be read in two ways.
+    # Rows with possible padding, or with two possible readings.
     two_ways = r"position_ids are all 0|the last .* not trained on|the last \d+ position_ids are 0"
     assert [reason for reason, count in reasons.items() if count and not re.match(two_ways, reason)] == []
 
@@ -482,7 +482,7 @@ def test_junk_in_any_field_is_refused_or_read_as_sequences() -> None:
     assert counts["read"] > 200
 
 
-# ---- wherever rows are used ----
+# ---- all uses of rows ----
 
 
 def labelled(pack: Pack) -> dict[str, Any]:
@@ -490,7 +490,7 @@ def labelled(pack: Pack) -> dict[str, Any]:
 
 
 def packed_rows(seed: int, count: int) -> tuple[list[dict[str, Any]], list[list[Sequence]]]:
-    """Rows of packs in all forms, and the sequences of each."""
+    """Return rows of packs in all forms, and the sequences of each."""
     draws = random.Random(seed)
     rows, sequences = [], []
     for number in range(count):
@@ -551,7 +551,7 @@ def test_rows_are_selected_whole_and_duplicates_are_of_equal_borders(tmp_path: P
     valid = set(stored(tmp_path / "x.valid"))
     for of_row in sequences:
         assert len({(tuple(ids), tuple(mask)) in valid for ids, mask in of_row}) == 1
-    # The same tokens with other borders are another row; the same borders said otherwise are not.
+    # The same tokens with other boundaries are another row; the same boundaries in another form are the same row.
     one = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}
     equal = [one | {"seq_lengths": [2, 2]}, one | {"position_ids": [0, 1, 0, 1]}, one | {"cu_seqlens": [0, 2, 4]}]
     other = [one | {"seq_lengths": [1, 3]}, one | {"seq_lengths": [4]}, one]
@@ -634,7 +634,7 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
         assert f"{file}: packs that megatron-sft-idx wrote, expected rows" in done.err
         assert f"megatron-sft-idx convert '{file}' PREFIX --to sft-idx" in done.err
     assert not list(tmp_path.glob("y*"))
-    if form == "jsonl-chunks":  # lines that a program passes are rows of packs
+    if form == "jsonl-chunks":  # lines passed by a program are rows of packs
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         preprocess_rows(lines, tokenizer=TOKENIZER, output_prefix=tmp_path / "z", seq_length=64, workers=0)
         assert stored(tmp_path / "z") == trained([one for of_row in sequences for one in of_row])
@@ -668,7 +668,7 @@ def test_our_packs_are_known_as_an_arrow_file_and_in_a_bucket_and_packs_of_other
     done = produced(tmp_path / "live", "--watch", tmp_path / "watched")
     assert done.code == 1
     assert "1.parquet: packs that megatron-sft-idx wrote" in done.err
-    # Without the metadata nobody knows who wrote it.
+    # Without the metadata, the writer of the file is unknown.
     pq.write_table(table.replace_schema_metadata(None), tmp_path / "others.parquet")
     done = preprocess(tmp_path / "y", "--input", tmp_path / "others.parquet", "--mask-alignment", "label", capacity=64)
     assert done.code == 0, done.err

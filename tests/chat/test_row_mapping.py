@@ -1,4 +1,4 @@
-"""Rows with other names for fields and roles: the mapped row is the plain one, and a slip is named."""
+"""Rows with other names for fields and roles: the mapped row equals the plain one, and mistakes are reported."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def chat(rng, begin=()):
 
 
 def plain_row(kind, rng):
-    """A row with the names that are known, and the options that its kind needs."""
+    """Return a row with the known names, and the options that its kind needs."""
     more = {}
     if rng.random() < 0.5:
         more["system"] = f"Be {rng.random()}."
@@ -81,7 +81,7 @@ def put(row, path, value, rng):
 
 
 def moved(row, targets, option_of, rng):
-    """The row with some of its fields at random paths, among other fields; and the mapping that finds them."""
+    """Return the row with some fields moved to random paths among other fields, and the mapping that finds them."""
     mapping = {}
     for n, target in enumerate(name for name in row if name in targets):
         form = rng.choice(["f{}", "data{}.inner", "data{}.1.text", "a{}.b.c"])
@@ -176,7 +176,7 @@ def test_the_shard_of_a_mapped_file_is_that_of_the_plain_one(tmp_path, option):
     made = preprocess(tmp_path / "mapped/s", *flags, "--workers", 2, rows=[change(row) for row in rows])
     assert made.code == 0, made.err
     plain, mapped = files_of(tmp_path / "plain/s"), files_of(tmp_path / "mapped/s")
-    for name in (".bin", ".loss.bin", ".idx", ".seq.bin"):  # the others have the options, or a checksum of them
+    for name in (".bin", ".loss.bin", ".idx", ".seq.bin"):  # the other files contain the options, or a checksum of them
         assert plain[name] == mapped[name]
     catalog = tmp_path / "catalog"
     produced = command(
@@ -256,7 +256,7 @@ def test_names_with_dots_are_found_whole():
 
 TRAINED = {"role": "assistant", "content": "A"}
 UNTRAINED = [
-    # A field of training, wherever in an object that a path leads into.
+    # A field that controls training, anywhere in an object that a path leads into.
     ({"m": TRAINED | {"weight": 0}}, {"role": "m.role", "content": "m.content"}),
     ({"who": "assistant", "m": {"text": "A", "train": False}}, {"role": "who", "content": "m.text"}),
     ({"who": "assistant", "m": {"inner": {"text": "A"}, "loss": 0}}, {"role": "who", "content": "m.inner.text"}),

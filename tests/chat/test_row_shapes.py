@@ -1,4 +1,4 @@
-"""Shapes of rows that public data sets have, each made up here: what is asked, and what is trained."""
+"""Row shapes of public data sets, with made-up content: their messages, and which of them are trained."""
 
 import json
 
@@ -15,7 +15,7 @@ TOOL = {"name": "look", "description": "Looks.", "parameters": {"place": {"type"
 
 
 def said(*texts, system=None):
-    """Messages of the user and the assistant in turn."""
+    """Return alternating messages of the user and the assistant."""
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, texts, strict=False)]
     return [*([{"role": "system", "content": system}] if system else []), *turns]
 
@@ -25,7 +25,7 @@ def called(text, *calls):
     return [{"role": "user", "content": text}, {"role": "assistant", "tool_calls": functions}]
 
 
-# Name: the row, its messages, and the weights of these where not all are 1.
+# Name: the row, its messages, and their weights if not all are 1.
 SHAPES = {
     "NeMo, Megatron-Bridge": ({"input": "Q", "output": "A", "original_answers": ["A"]}, said("Q", "A")),
     "Nemotron": (
@@ -128,7 +128,7 @@ SHAPES = {
         {"messages": said("Q", "<think>T</think>A"), "reasoning": "T"},
         said("Q", "<think>T</think>A"),
     ),
-    # Columns that hold no words of the prompt or the answer.
+    # Columns without words of the prompt or the answer.
     "a flag of reasoning": ({"prompt": "Q", "response": "A", "thinking": "off"}, said("Q", "A")),
     "a rendered copy of the prompt": (
         {"instruction": "Q", "output": "A", "prompt": "Below is an instruction.\nQ\n", "text": "Q A"},
@@ -162,7 +162,7 @@ def test_chosen_and_rejected_messages():
 
 
 IGNORE = "--ignore-field {} to"
-# The row, and the column that the message names.
+# The row, and the column in the error message.
 REFUSED = {
     "a pair with more words": (
         {"conversation": [{"human": "Q", "assistant": "A", "inner_thoughts": "T"}]},
@@ -283,7 +283,7 @@ def test_messages_in_the_text_of_a_table():
         {"prompt": prompt, "completion": json.dumps([{"role": "assistant", "content": "A"}])}, RowOptions()
     )
     assert source.messages == said("Q", "B", "R", "A", system="S")
-    # An answer that is such text stays text where the prompt is not.
+    # An answer with such text stays text if the prompt is not such text.
     (source,), _ = read_row({"input": said("Q"), "output": prompt}, RowOptions())
     assert source.messages == said("Q", prompt)
     (source,), _ = read_row({"prompt": "R", "response": "B", "history": '[["Q", "A"]]'}, RowOptions())

@@ -1,4 +1,4 @@
-"""Comma- and tab-separated files: the rows that Python's csv module wrote, however they are cut, or an error."""
+"""Comma- and tab-separated files: the rows written by Python's csv module, for any size of pieces, or an error."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""System messages after answers, as in Megatron's ``--sft`` lines: a decision for the whole input."""
+"""System messages after answers, as in Megatron's ``--sft`` lines: one decision applies to the whole input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(roles: str, name: str = "") -> list[dict[str, str]]:
     return [{"role": names[role], "content": f"{name} {role}{at} said"} for at, role in enumerate(roles)]
 
 
-# As Megatron's own documentation has them: a line of three conversations, and one of one.
+# Lines as in Megatron's documentation: one with three conversations, and one with one.
 LINES = [
     {"messages": said("sua", "alpha") + said("suaua", "beta") + said("sua", "gamma")},
     {"messages": said("sua", "delta")},
@@ -36,7 +36,7 @@ LINES = [
 
 
 def split_as_megatron_does(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Megatron's rule, written out: each system message begins a conversation."""
+    """Split messages by Megatron's rule: each system message begins a conversation."""
     found: list[list[dict[str, Any]]] = []
     for message in messages:
         if message["role"] == "system" or not found:
@@ -218,7 +218,7 @@ def many_rows(count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: Any) -> Path:
-    """Several pieces of rows, of which one far behind the first 1,000 is undecided, and others are bad."""
+    """Write several pieces of rows. One row long after the first 1,000 is undecided, and others are bad."""
     rows = many_rows(9000)
     for at in (100, 6000, 8500):
         rows[at] = {"messages": []}
@@ -282,7 +282,7 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     done = produced(tmp_path / "live", "--input", source, *CONVERSATION)
     assert done.code == 0, done.err
     assert tokens_of(tmp_path / "live").total() == 4
-    # What comes through a pipe or into a folder is not there before the run.
+    # Rows from a pipe or a watched folder cannot be read before the run.
     done = piped(source, tmp_path / "pipe")
     assert done.code == 1
     assert "standard input:1: a system message comes after an answer in this row, and in none before it" in done.err

@@ -1,4 +1,4 @@
-"""Rebuilding shards with columns: they come back from nothing, so they are kept, said to be lost, and never dropped."""
+"""Rebuilding shards with columns. Columns cannot be derived, so they are kept or reported as lost, never dropped."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_column_is_told_and_left_alone(tmp_path: Path) -> None
     done = command("rebuild", tmp_path / "x")
     assert (done.code, "x.notes.col: lost: " in done.out, "nothing was rebuilt" in done.out) == (1, True, True)
     assert (tmp_path / "x.notes.col").read_text() == "a stranger's"
-    # Where the header lists it, it is a column that was lost.
+    # If the header lists it, it is a column that was lost.
     (tmp_path / "x.topk.col").write_text("a stranger's")
     assert {finding.rule for finding in verify_shard(tmp_path / "x").findings} == {"C1"}
 
@@ -111,7 +111,7 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert files_in(tmp_path) == before
     if (name, damage) == ("late", "lost"):
-        assert done.code == 0  # nobody says that there was one
+        assert done.code == 0  # nothing shows that there was one
         return
     assert done.code == 1
     assert f"{path}: lost: " in done.out
@@ -120,7 +120,7 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     assert "nothing to do" not in done.out
     assert "the five files are good, so nothing was rebuilt" in done.out
     assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}
-    # An index beside it is mended all the same.
+    # An index next to it is repaired anyway.
     os.unlink(tmp_path / "x.idx")
     found = states(tmp_path / "x", dry_run=dry_run)
     assert (found[".idx"], found[f".{name}.col"]) == ("rebuilt", "lost")

@@ -1,4 +1,4 @@
-"""Each index lost or damaged in turn and brought back; what cannot be derived is refused by name."""
+"""Rebuild each index after loss or damage. Data that cannot be derived are an error with their names."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_no_index_has_readers_open_what_is_damaged_in_place(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
     assert f"x{suffix}: lost: expected " in done.out
-    if suffix != ".seq.bin" or lost == ".idx":  # else no source gives back the arrays
+    if suffix != ".seq.bin" or lost == ".idx":  # otherwise the arrays cannot be derived from any source
         assert f"readers would open the damaged {tmp_path}/x{suffix} without an error; first restore what" in done.out
     assert f"x{lost}: lost: " in done.out
     assert "rebuilt" not in done.out

@@ -1,4 +1,4 @@
-"""Indexes damaged in places: what a checksum proves comes back exactly, what is hostile is refused."""
+"""Rebuild indexes with local damage: contents proven by a checksum are restored exactly, hostile ones are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
 from megatron_sft_idx.shard import Shard
 
-# ---- an index that was written wrong ----
+# ---- a wrongly written index ----
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -49,7 +49,7 @@ def test_no_other_file_does_either(tmp_path: Path) -> None:
     wrong = small(tmp_path / "x", [sample_of([5], lambda _: 0, lambda p: p)] * 2)
     wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
     put(tmp_path, reseal(wrong))
-    for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence a pack
+    for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence per pack
         os.unlink(f"{tmp_path}/x{suffix}")
     left = sorted(os.listdir(tmp_path))
     with pytest.raises(FormatError, match=r"every file could be matches the header, but rules are broken"):
@@ -119,7 +119,7 @@ def test_a_seq_idx_cut_short_is_replaced(tmp_path: Path, cut: int) -> None:
 
 
 def test_a_good_header_brings_back_both_indexes_without_either(tmp_path: Path) -> None:
-    """Its arrays are gone and so is ``.idx``: lengths by the end-of-sequence id, proven by the header's checksum."""
+    """Its arrays and ``.idx`` are lost. Lengths follow from the end-of-sequence id, proven by the header's checksum."""
     packs = [sample_of([3, 2], lambda p: int(p == 0), lambda p: 9 if p in (2, 4) else 1) for _ in range(5)]
     before = small(tmp_path / "x", packs)
     os.truncate(tmp_path / "x.seq.idx", Shard(tmp_path / "x").header.nbytes)

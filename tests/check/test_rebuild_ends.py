@@ -1,4 +1,4 @@
-"""Where packs end, with no index left: against a twin that tries every split."""
+"""Find the ends of packs without any index, compared with a twin that tries every split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOD = 5
 
 
 def splits(starts: Sequence[Sequence[int]], num_tokens: int, ends: set[int]) -> Iterator[list[int]]:
-    """Every way to give each pack an end, the slow way; ``ends`` are the places where a sequence may end."""
+    """Yield all possible ends of packs, the slow way. ``ends`` are the positions where a sequence may end."""
 
     def place(pack: int, begin: int) -> Iterator[list[int]]:
         if pack == len(starts):
@@ -54,7 +54,7 @@ def without_indexes(prefix: Path, packs: Sequence[Sample], **options: object) ->
 
 @st.composite
 def ended(draw: st.DrawFn) -> list[Sample]:
-    """Packs whose sequences mostly end with EOD, which also stands elsewhere; masks are often 0."""
+    """Draw packs whose sequences mostly end with EOD, which also occurs elsewhere. Masks are often 0."""
     packs = []
     strays = draw(st.integers(0, 3))
     for _ in range(draw(st.integers(1, 4))):
@@ -86,7 +86,7 @@ def test_a_split_is_found_where_every_possible_end_is_one(
                 rebuild(prefix, GivenFacts(eod_id=eod_id))
             return
     assert [[0, *split] for split in found] == [Shard(prefix).token_offsets.tolist()]
-    # Where every sequence did end as the user said, the only split is the one that was written.
+    # If every sequence ends as the user specified, the only split is the written one.
     if np.cumsum([len(pack.tokens) for pack in packs]).tolist() in found:
         assert five_files(prefix)[".idx"] == before[".idx"]
         assert_holds(Shard(prefix), packs)

@@ -1,4 +1,4 @@
-"""A rebuild that is killed, kept out or only tried: nothing half-done, nothing lost, nothing written unasked."""
+"""Rebuilds that are killed, locked out or dry runs: they lose nothing and write nothing without permission."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
 
 
 def trained_samples() -> Any:
-    """Packs whose masks tell where they end: everything is trained on."""
+    """Return packs whose masks show their ends: everything is trained on."""
     return [type(pack)(pack.tokens, [1] * len(pack.tokens), pack.starts) for pack in demo_samples()]
 
 
@@ -53,7 +53,7 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
             break_index(Path(f"{prefix}{suffix}"), how)
         left = {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in broken if how == "damaged"}
         finished = not killed_at(step, lambda prefix=prefix: rebuild(prefix))  # type: ignore[misc]
-        for suffix, raw in left.items():  # what was there is there, under its own name or the other
+        for suffix, raw in left.items():  # existing files still exist, under their own or the other name
             names = [Path(f"{prefix}{suffix}"), Path(f"{prefix}{suffix}.damaged")]
             assert raw in [path.read_bytes() for path in names if path.exists()]
         if Path(f"{prefix}.seq.idx").exists() and ".seq.idx" in broken:
@@ -72,7 +72,7 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
         if finished:
             break
     assert step > 20
-    if len(broken) < 2:  # else lengths may come from the .idx that the first run brought back
+    if len(broken) < 2:  # otherwise lengths may come from the .idx that the first run restored
         assert len(results) == 1
 
 
@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(tmp_path: Path, bro
     for suffix in broken:
         break_index(tmp_path / f"x{suffix}", how)
     before = tree_of(tmp_path)
-    tmp_path.chmod(0o555)  # enough for all but root
+    tmp_path.chmod(0o555)  # enough for all users except root
     outcome = command("rebuild", tmp_path / "x", "--dry-run")
     tmp_path.chmod(0o755)
     assert (outcome.code, outcome.err) == (0, "")
@@ -296,7 +296,7 @@ def test_a_rebuild_at_work_keeps_writers_out(tmp_path: Path) -> None:
 
 
 def as_nobody(act: Callable[[], None]) -> bool:
-    """Whether ``act`` succeeds in a fork that is not root."""
+    """Return whether ``act`` succeeds in a fork that is not root."""
     if (child := os.fork()) == 0:
         status = 1
         try:
@@ -312,7 +312,7 @@ def as_nobody(act: Callable[[], None]) -> bool:
 
 
 def test_a_folder_that_may_not_be_written_is_said() -> None:
-    # Not in pytest's folder, which nobody else may enter.
+    # Not in pytest's folder, which other users cannot enter.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_samples(folder / "x", demo_samples())
@@ -346,11 +346,11 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
     assert tree_of(tmp_path) == before
 
 
-# ---- what a killed build left ----
+# ---- remains of a killed build ----
 
 
 def killed_build(prefix: Path, *, packs: int = 7, overwrite: bool = False) -> None:
-    """A build of so many demo packs whose process is killed before it is finalized."""
+    """Start a build of demo packs whose process is killed before it is finalized."""
     if (child := os.fork()) == 0:
         writer = ShardWriter(prefix, capacity=99, overwrite=overwrite)
         for pack in demo_samples(packs):
@@ -430,7 +430,7 @@ def test_what_a_killed_removal_left_stays_or_goes_as_its_message_says(tmp_path: 
 
 def test_no_files_are_removed_that_no_header_makes_a_shard(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    for suffix in (".seq.idx", ".seq.bin", ".loss.bin"):  # what is left may be stock data
+    for suffix in (".seq.idx", ".seq.bin", ".loss.bin"):  # the remaining files may be stock data
         (tmp_path / f"x{suffix}").unlink()
     before = tree_of(tmp_path)
     with pytest.raises(FormatError, match=r"x\.idx: holds a file of .*; expected a file of a shard, which has a"):

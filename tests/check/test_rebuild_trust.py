@@ -1,4 +1,4 @@
-"""Which file a rebuild believes: nothing is published, or called whole, that another file says has changed."""
+"""A rebuild never publishes data, or reports them as undamaged, if another file shows that they have changed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
 COLUMNS = [".source.col", ".topk.col"]
 
 
-# ---- a build that a kill left complete ----
+# ---- a complete build that was killed ----
 
 
 class Killed(NamedTuple):
-    """Folders with what a kill left of a merge, before its renames and among them; and the merged shard's files."""
+    """Folders of a merge that was killed before and during its renames; and the merged shard's files."""
 
     source: Path
     before: Path
@@ -123,7 +123,7 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
     assert verify_shard(tmp_path / "m", full=True).ok
 
 
-# ---- what is said of it before ----
+# ---- reports before the rebuild ----
 
 
 @pytest.mark.parametrize("when", ["before", "among"])
@@ -163,7 +163,7 @@ def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_t
     assert f": {len(shard)} packs, {shard.header.num_sequences} sequences, " in report.note
 
 
-# ---- data that is not what a column was written for ----
+# ---- data that do not belong to a column ----
 
 
 def columned(prefix: Path) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def columned(prefix: Path) -> dict[str, bytes]:
     return tree_of(prefix.parent)
 
 
-# What changes the shard that the files are, and breaks no rule that they can be held to without a header.
+# Changes of the data that break no rule that can be checked without a header.
 CHANGES = {"tokens": ".bin", "masks": ".loss.bin"}
 
 
@@ -192,7 +192,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     for claim in ("lost", "whole", "good", "attach", "merge"):
         assert claim not in done.err + done.out
     assert tree_of(tmp_path) == before
-    # What has changed is restored from a copy, or the user says that the columns are another shard's.
+    # The user restores the changed file from a copy, or declares that the columns belong to another shard.
     if not dry_run:
         away = tmp_path / "away"
         away.mkdir()

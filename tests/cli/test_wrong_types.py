@@ -1,4 +1,4 @@
-"""Arguments of the public functions that have the wrong type: an error of ours in one line, never another."""
+"""Arguments of wrong types to public functions: always one of our errors, in one line."""
 
 # ruff: noqa: E501 - a table of calls
 
@@ -36,13 +36,13 @@ WRONG: list[Any] = [
     *(np.ma.array([1, 2], mask=[0, 1]), np.datetime64("2024-01-01"), decimal.Decimal("1.5")),
     *(datetime.date(2024, 1, 1), range(3), iter([1]), lambda: 1),
 ]
-# Errors and plans have no arguments to check; data sets of Megatron and their configuration are Megatron's.
+# Errors and plans have no arguments to check. Megatron's data sets and their configuration belong to Megatron.
 _NOT_CALLED = {name for name in package.__all__ if name.endswith("Error")}
 _NOT_CALLED |= {"PackPlan", "PackedSFTDataset", "PackedSFTDatasetConfig", "MMapIndexedDataset"}
 
 
 def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Each public function, as one that also uses what it makes, with arguments that are right."""
+    """Return each public function, wrapped so that its result is used, with valid arguments."""
     prefix, number = folder / "a", iter(range(10**6))
 
     def fresh() -> str:
@@ -144,7 +144,7 @@ _TESTED = [
     "model_inputs",
     "a blend",
 ]
-# What these raise of numbers and lists is in their documentation.
+# Exceptions that these functions document for numbers and lists.
 _DOCUMENTED: dict[str, tuple[type[Exception], ...]] = {
     "pack_sequences": (TypeError, ValueError),
 }
@@ -157,7 +157,7 @@ def test_wrong_types_end_in_errors_of_ours(name: str, folder: Path, monkeypatch:
     chance = random.Random(name)
     unset = (inspect.Parameter.empty, None)
     plain = {key: each for key, each in right.items() if not any(each is one for one in unset)}
-    # In each argument a few wrong values; a run of preprocess takes longer.
+    # A few wrong values per argument; fewer for preprocess, which takes longer.
     few = 6 if name == "preprocess" else 20
     for argument in sorted(right.keys() - {"workers", "download"}):
         for value in chance.sample(WRONG, few):
@@ -189,7 +189,7 @@ def test_wrong_values_in_a_batch_end_in_errors_of_ours(name: str, key: str, fold
             assert "\n" not in error_of(function, right | {argument: value}, ()), (argument, value)
 
 
-# ---- examples, each of a kind of its own ----
+# ---- single examples ----
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_nul_byte_in_an_argument(verb: str) -> None:
 
 
 class NoRows:
-    """As an empty dataset of Hugging Face."""
+    """A class like an empty dataset of Hugging Face."""
 
     def __len__(self) -> int:
         return 0

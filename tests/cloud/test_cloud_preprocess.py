@@ -1,4 +1,4 @@
-"""Chats in a bucket become a shard in a bucket: the bytes of a local run, whatever is interrupted on the way."""
+"""``preprocess`` from a bucket to a bucket gives the bytes of a local run, also after interruptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cloud
 _OPTIONS = ("--tokenizer-model", str(TOKENIZER), "--seq-length", "1024", "--workers", "2")
 
 
-# Of one shape, so that Arrow has a type for them.
+# Rows of one shape, so that Arrow has a type for them.
 _ROWS = [
     {
         "messages": [

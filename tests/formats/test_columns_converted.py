@@ -1,4 +1,4 @@
-"""Columns through every format: what has a place comes back the same, what has none is refused or said to be lost."""
+"""Columns in every format: supported ones come back unchanged, and others are an error or reported as lost."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PACKS = demo_samples(40)
 _WRITERS = {name: registry._module(name).Writer for name in WRITABLE}
 CARRYING = [name for name, made in _WRITERS.items() if made.stores_columns]
 OTHERS = [name for name in WRITABLE if name not in CARRYING]
-# Values that text and rounding lose.
+# Values that text or rounding can change.
 FLOATS = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 0.1, 3.4028235e38])
 
 
 def _columned(folder: Path) -> str:
-    """A shard with a column of every kind, those of single packs and of wide floats attached to it."""
+    """Write a shard with a column of every kind. Columns of packs and of wide floats are attached to it."""
     write_columned(folder / "x", PACKS, {name: spec for name, spec in SPECS.items() if spec.per != "pack"})
     shard = Shard(folder / "x")
     for name, spec in SPECS.items():
@@ -60,7 +60,7 @@ def _assert_same_columns(here: Shard, there: Shard) -> None:
 @pytest.mark.parametrize("name", CARRYING)
 @pytest.mark.parametrize("run_tokens", [1 << 20, 16])
 def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There and back: values, dtypes, widths, alignments and metadata, of columns that are listed and attached."""
+    """Values, dtypes, widths, alignments and metadata survive a round trip, for listed and attached columns."""
     source = _columned(tmp_path)
     for module in (run_module, *(registry._module(one) for one in CARRYING)):
         monkeypatch.setattr(module, "RUN_TOKENS", run_tokens, raising=False)
@@ -73,7 +73,7 @@ def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeyp
     assert verify_shard(back, full=True).ok
     assert_holds(Shard(back), PACKS)
     _assert_same_columns(Shard(source), Shard(back))
-    # Packs one by one come with those that are asked for, and with no others.
+    # Single packs have only the requested columns.
     reader, shard = open_reader(there, name, columns=None), Shard(source, columns=list(Shard(source).columns))
     for i in (0, len(shard) - 1):
         pack, expected = reader.read(i), shard[i]
@@ -84,7 +84,7 @@ def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeyp
     assert "source" in open_reader(there, name, columns=("source",)).read(0)
     with pytest.raises((FormatError, Exception), match="no column other"):
         open_reader(there, name, columns=("other",))
-    # Again over what is there.
+    # Overwrite the existing output.
     convert(source, there, name, ConvertOptions(overwrite=True))
 
 
@@ -105,7 +105,7 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
     write_columned(tmp_path / "x", packs, {"source": SOURCE, "grade": ColumnSpec("pack", "f4")}, capacity=256)
     options = ConvertOptions(padding=Padding(8, 2), lossy=False) if "padded" in name else ConvertOptions()
     to, there = name.removeprefix("padded "), str(tmp_path / "there")
-    # Masks and packs are let go here too, in another sentence.
+    # Masks and packs are lost here too, with another message.
     with pytest.raises(FormatError, match=r"cannot store columns: grade, source|stores no loss masks"):
         convert(str(tmp_path / "x"), there, to, options)
     assert not (tmp_path / "there").exists()
@@ -142,7 +142,7 @@ def test_metadata_that_a_format_cannot_store_are_refused(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", READABLE)
 def test_every_format_reads_the_columns_that_it_writes(name: str) -> None:
-    """A format that is added later carries columns both ways, or neither."""
+    """Every format, also a future one, must support columns for reading and writing, or for neither."""
     reads = "columns" in registry.options_of_reader(name)
     assert reads == (name in CARRYING)
 
@@ -171,7 +171,7 @@ def test_pairs_of_several_sources_are_not_mixed_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CARRYING if name != "sft-idx"])
 def test_a_column_that_was_changed_is_found_or_read_as_it_is(tmp_path: Path, name: str) -> None:
-    """What a file says of its columns is held against what is there."""
+    """The description of columns in a file is compared with the data."""
     spec = ColumnSpec("token", "f4", 3)
     write_columned(tmp_path / "x", PACKS[:4], {"topk": spec})
     there = tmp_path / "there"

@@ -1,4 +1,4 @@
-"""What all formats share: masks brought to one alignment, the rules of packs, files that appear whole."""
+"""Features of all formats: conversion of mask alignments, the rules of packs, files that appear complete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megatron_sft_idx.storage.publish import Kind
 
 
 def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:
-    """The arrays of a ``PackRun`` of these packs with these masks."""
+    """Return the arrays of a ``PackRun`` of these packs with these masks."""
     return {
         "tokens": np.array([t for p in packs for t in p.tokens], np.int64),
         "loss_mask": np.array([v for mask in masks for v in mask], np.float32),
@@ -54,7 +54,7 @@ def rolled_right(mask: list[float]) -> list[float]:
 
 
 def last_lost(pack: Sample) -> Sample:
-    """The pack without its last token's mask, which rolling right pushes out."""
+    """Return the pack without its last token's mask, which rolling right removes."""
     return Sample(pack.tokens, [*pack.mask[:-1], 0], pack.starts)
 
 
@@ -213,7 +213,7 @@ def column(per: Per, values: NDArray[Any]) -> Column:
 
 
 def with_columns(packs: list[Sample]) -> PackRun:
-    """These packs, with columns whose values tell their place."""
+    """Return these packs, with columns whose values show their place."""
     run = run_of(packs)
     columns = {
         "place": column("token", np.arange(len(run.tokens))),
@@ -257,7 +257,7 @@ NEED_PYARROW = {"parquet", "save_to_disk"}
 
 @pytest.mark.parametrize("name", [name for name in WRITABLE if name not in NEED_PYARROW or find_spec("pyarrow")])
 def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: Path, name: str) -> None:
-    if name in CARRIES:  # columns are announced to it, and others are no loss but a mistake
+    if name in CARRIES:  # it gets the specs of columns; other columns are an error, not a loss
         for lossy in (False, True):
             with (
                 pytest.raises(FormatError, match="other columns than the spec of this writer"),
@@ -266,7 +266,7 @@ def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: P
                 writer.write(with_columns(PACKS))
             assert os.listdir(tmp_path) == []
         return
-    if name != "pbin":  # which is not written at all without leave to lose
+    if name != "pbin":  # it is never written without permission to lose data
         with (
             pytest.raises(FormatError, match=f"{name} cannot store columns: number, place, row"),
             create(str(tmp_path / "x"), name, spec_of(PACKS)) as writer,

@@ -1,4 +1,4 @@
-"""Pre-packed JSONL chunks: ours, and as a producer dumps them."""
+"""Packed JSONL chunks, written by this package and by other producers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, line_bounds, r
 
 
 def produced(pack: Sample, **changes: Any) -> dict[str, Any]:
-    """A pack as a producer has it: sequences end to end, a label where a token is trained on."""
+    """Return a pack in a producer's form: concatenated sequences, and a label for each trained token."""
     lengths = [b - a for a, b in pairwise(pack.bounds)]
     row = {
         "input_ids": pack.tokens,
@@ -68,7 +68,7 @@ def test_packs_come_back(packs: list[Sample], pieces: int, chunk: int) -> None:
 @given(any_packs())
 @settings(max_examples=25, deadline=None)
 def test_lines_are_those_of_a_producer(packs: list[Sample]) -> None:
-    """But for labels of first tokens, which a label-aligned mask has no place for."""
+    """The exception is labels of first tokens, which a label-aligned mask cannot represent."""
     with tempfile.TemporaryDirectory() as scratch:
         write_packs(Writer, Path(scratch, "x"), packs, samples_per_chunk=1000)
         lines = Path(scratch, "x", "chunk_00000.jsonl").read_text().splitlines()
@@ -90,7 +90,7 @@ def test_same_packs_same_bytes(tmp_path: Path) -> None:
         assert len({(tmp_path / f"{pieces}" / name).read_bytes() for pieces in (1, 2, 23)}) == 1, name
 
 
-# ---- folders of others ----
+# ---- folders of other programs ----
 
 
 def test_a_producers_folder(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_fields_of_others_empty_lines_and_empty_chunks_are_passed_over(tmp_path:
     write_chunk(folder / "chunk_00000.jsonl", [])
     write_chunk(folder / "chunk_00001.jsonl", [produced(p, channel="a", images=None) for p in packs[:2]])
     with open(folder / "chunk_00001.jsonl", "a") as file:
-        file.write("\n\n" + json.dumps(produced(packs[2])))  # whole, if without a newline
+        file.write("\n\n" + json.dumps(produced(packs[2])))  # complete, but without a newline
     assert_reads(Reader(folder), packs)
     assert recognise(str(folder))
 
@@ -154,7 +154,7 @@ def test_blank_lines_are_passed_over_whatever_they_are_made_of(tmp_path: Path) -
     assert_reads(reader, packs)
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def test_a_line_of_what_is_no_white_space_in_json_is_no_blank_line(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
 
 
 def test_a_first_line_of_any_length_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a long pack with wide columns of tokens: it is not read to its end."""
+    """The line of a long pack with wide columns of tokens is recognised without reading it completely."""
     monkeypatch.setattr(jsonl_chunks, "_MAX_HEAD_NBYTES", 300)
     path = write_chunk(tmp_path / "x" / "chunk_00000.jsonl", [produced(PACK, columns={"topk": [[1] * 99] * 6})])
     assert recognise(str(path))

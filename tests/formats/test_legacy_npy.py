@@ -1,4 +1,4 @@
-"""Legacy .npy files are read whole and exact, and never get to run anything."""
+"""Legacy .npy files are read completely and exactly, and can never execute code."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_shard_survives_the_way_through_a_legacy_file(tmp_path: Path, data: st
     write_samples(tmp_path / "x", expected, overwrite=True, mask_dtype=np.float32 if weights else np.uint8)
     convert(str(tmp_path / "x"), str(tmp_path / "x.npy"), "npy", ConvertOptions(overwrite=True))
     assert_same(read_legacy(tmp_path / "x.npy"), expected)
-    # Others read it as they always have.
+    # Other programs read it as before.
     assert len(np.load(tmp_path / "x.npy", allow_pickle=True)) == len(expected)
 
 
 def objects(values: list[Any]) -> Any:
-    """An array of just these objects; numpy would look into them."""
+    """Return an array of these objects; numpy itself would convert them."""
     array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
         array[i] = value
@@ -97,7 +97,7 @@ def test_a_mask_at_the_end_of_a_sequence_counts_for_nothing(tmp_path: Path) -> N
 
 def test_no_packs_are_packs(tmp_path: Path) -> None:
     assert_same(read_legacy(save(tmp_path / "x.npy", [])), [])
-    np.save(tmp_path / "y.npy", [])  # of float64, as numpy has it
+    np.save(tmp_path / "y.npy", [])  # float64 is numpy's default
     assert recognise(str(tmp_path / "y.npy"))
     assert_same(read_legacy(tmp_path / "y.npy"), [])
 
@@ -133,7 +133,7 @@ def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:
 
 
 class Attack:
-    """Calls a function with arguments when it is unpickled."""
+    """An object that calls a function with arguments when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -178,7 +178,7 @@ def pickled(*opcodes: bytes) -> bytes:
         b"not a numpy file",
         pickled(b"]")[:-2],
         pickled(b"N"),
-        # An array whose state lies about its dtype, its shape and its data.
+        # An array whose state has a false dtype, shape and data.
         pickle.dumps(np.arange(3)),
         pickled(b"cnumpy\nndarray\n", b")R", b"(K\x01K\x07\x85cnumpy\ndtype\n", b"U\x02O8\x85R\x88U\x04abcdtb"),
         pickled(
@@ -187,7 +187,7 @@ def pickled(*opcodes: bytes) -> bytes:
         pickled(b"cnumpy\ndtype\n", b"U\x02V9\x85R"),
         pickled(b"cnumpy\nndarray\n", b")R", b"K\x05b"),
         pickled(b"cnumpy\ndtype\n", b"U\x02i4\x85R", b"}U\x05_nameU\x02O8sb"),
-        # Ten bytes for which an unpickler would fill 32 GiB.
+        # Ten bytes for which an unpickler would allocate 32 GiB.
         pickled(b"Nr\xff\xff\xff\x7f"),
         pickled(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R"),
         # An array, and a dtype, whose __init__ was not called.

@@ -1,4 +1,4 @@
-"""Images and audio in Parquet: shards there and back byte for byte, files of others, and what is refused."""
+"""Images and audio in Parquet: exact round trips of shards, files of other programs, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows_of(sample: MediaSample) -> list[dict[str, Any]]:
 
 
 def foreign_table(samples: Sequence[MediaSample], media: Any = None, kind: Any = None) -> pa.Table:
-    """As another program would write the packs."""
+    """Return the packs as a table of another program."""
     table = table_of([sample.pack for sample in samples])
     values = [rows_of(sample) for sample in samples] if media is None else media
     return table.append_column("media", pa.array(values, kind or pa.list_(STRUCT)))
@@ -115,7 +115,7 @@ def test_row_groups_are_cut_by_the_bytes_of_files(tmp_path: Path, monkeypatch: p
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    """Of 160 MB of files, written in several row groups, a fraction is in memory at once."""
+    """Only a fraction of 160 MB of files, in several row groups, is in memory at the same time."""
     noise = random.Random(0)
     big = [noise.randbytes(1 << 20) for _ in range(16)]
     items = [[item_of("image", 2 * k, 1, big[(i + k) % 16][i:]) for k in range(4)] for i in range(40)]
@@ -135,7 +135,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert peak < 60 << 20
 
 
-# ---- files of others ----
+# ---- files of other programs ----
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -268,7 +268,7 @@ def test_a_damaged_shard_makes_no_file(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_damaged_file_makes_no_shard(tmp_path: Path, seed: int) -> None:
-    """Any changed byte in front of the footer is found, or is one that nothing is read from."""
+    """Any changed byte before the footer is found, or is never read."""
     samples = media_samples(3, 12)
     write_media(tmp_path / "x", samples)
     convert(tmp_path / "x", tmp_path / "x.parquet", "parquet")

@@ -1,4 +1,4 @@
-"""Reading ``.pbin``: files of every generation made byte by byte, damaged, hostile."""
+"""Reading ``.pbin``: files of every generation, written byte by byte, damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Made = Callable[..., str]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    """Writes bytes to a file of a name that says nothing."""
+    """Return a function that writes bytes to a file without a telling name."""
 
     def make(data: bytes, name: str = "data") -> str:
         path = tmp_path / name
@@ -36,7 +36,7 @@ def made(tmp_path: Path) -> Made:
 
 
 def test_every_byte_of_each_generation(made: Made) -> None:
-    """Two documents, [258, 3] and [4], with nothing computed."""
+    """Two documents, [258, 3] and [4], with all bytes written out."""
     index = b"\x80\x02]q\x00(K%cK\x08\x86q\x01K%cK\x04\x86q\x02e."
     small = b"\x80\x02]q\x00(K%cK\x04\x86q\x01K%cK\x02\x86q\x02e."
     files = {
@@ -80,7 +80,7 @@ def test_any_documents(
 
 
 def test_a_header_that_two_generations_could_have_written(made: Made) -> None:
-    # The first token, 2, looks like a token size; and 4 bytes further into the index stands what may begin a pickle.
+    # The first token, 2, looks like a token size; and 4 bytes into the index is a possible start of a pickle.
     documents = [[2], *([[9, 9]] * 14)]
     data = bytearray(pbin_of(documents, generation=1, protocol=4))
     second_byte_of_frame_length = 8 + 4 * 29 + 4
@@ -156,7 +156,7 @@ def test_merge_damage_is_found_and_repaired(made: Made, generation: int, token_n
 @given(st.data())
 @settings(max_examples=40)
 def test_merges_of_merges(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any tree of merges, of files that may be empty: damage is found wherever a place is wrong, and set right."""
+    """For any tree of merges, with empty files too, every wrong offset is found and corrected."""
 
     def tree(depth: int) -> tuple[bytes, list[list[int]]]:
         if depth == 0 or data.draw(st.booleans()):

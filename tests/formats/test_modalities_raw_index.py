@@ -1,4 +1,4 @@
-"""Raw indexes over JSON lines: what is a row, what is refused, reading by number, and ranges for many readers."""
+"""Raw indexes of JSON lines: the definition of a row, errors, reading by number, and ranges for many readers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_an_index_is_no_pbin(made: Made) -> None:
     assert not recognise(create_raw_index(made(b'{"a":1}\n')).index_path)
 
 
-# ---- indexes that are not of the file ----
+# ---- indexes of other files ----
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_file_that_changed(made: Made) -> None:
         len(rows)
 
 
-# ---- the verb ----
+# ---- the command ----
 
 
 def test_the_verb(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Writing ``.pbin``: the bytes of a plain construction, nothing kept that need not be, nothing left when it fails."""
+"""Writing ``.pbin``: the bytes equal a plain construction, memory stays small, and failures leave no files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 
 def run_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) -> PackRun:
-    """Packs of sequences of ids, nothing trained."""
+    """Return packs of sequences of ids, without trained tokens."""
     tokens = [token for pack in packs for sequence in pack for token in sequence]
     starts = [sum(map(len, pack[:i])) for pack in packs for i in range(len(pack))]
     lengths = [sum(map(len, pack)) for pack in packs]
@@ -45,14 +45,14 @@ def spec_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) ->
 
 
 def unpickled(path: Path) -> tuple[bytes, list[tuple[int, int]]]:
-    """Header and data as they are, and the index, which takes the rest of the file."""
+    """Return header and data, and the unpickled index, which is the rest of the file."""
     raw = path.read_bytes()
     end = 12 + int.from_bytes(raw[:8], "little")
     return raw[:end], pickle.loads(raw[end:])
 
 
 def documents_and_index(documents: Sequence[Sequence[int]], token_nbytes: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The same of the plain construction."""
+    """Return the same from the plain construction."""
     raw = pbin_of(documents, token_nbytes=token_nbytes)
     end = 12 + token_nbytes * sum(map(len, documents))
     return raw[:end], pickle.loads(raw[end:])
@@ -140,7 +140,7 @@ def test_writing_does_not_hold_the_index_as_objects(tmp_path: Path) -> None:
         writer.write(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # As a list of tuples the index alone is three times as large.
+    # As a list of tuples, the index by itself would be three times as large.
     assert peak < 64 * sequences
 
 

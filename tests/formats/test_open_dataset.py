@@ -1,4 +1,4 @@
-"""Packed data of any format opens by its content, as one dataset, in any process."""
+"""``open_dataset`` recognises packed data of any format by content, and opens it as one dataset in any process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKS = demo_samples(23)
 
 
 def plain_npy(path: Path, packs: list[Sample]) -> Path:
-    """As anybody writes it: np.save of a list of dicts."""
+    """Write a file like most programs: np.save of a list of dicts."""
     rows = [{"input_ids": p.tokens, "loss_mask": p.label_mask, "seq_start_id": p.starts} for p in packs]
     array = np.empty(len(rows), object)
     array[:] = rows
@@ -35,7 +35,7 @@ def plain_npy(path: Path, packs: list[Sample]) -> Path:
 
 
 def cut(packs: list[Sample], sizes: dict[str, int]) -> dict[str, list[Sample]]:
-    """Packs by the name of the file that they go to, in order."""
+    """Return the packs for each file, by name, in order."""
     left = iter(packs)
     return {name: [next(left) for _ in range(size)] for name, size in sizes.items()}
 
@@ -51,7 +51,7 @@ def write_npys(folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS)
 
 
 def write_kind(kind: str, folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS) -> None:
-    """Data of one format in files of these sizes."""
+    """Write data of one format in files of these sizes."""
     if kind == "sft-idx":
         write_shards(folder, sizes, packs)
         return
@@ -107,7 +107,7 @@ def test_one_alone_and_an_empty_one(tmp_path: Path, kind: str) -> None:
     suffix = SUFFIXES[kind]
     ds = open_dataset(tmp_path / f"full{suffix}")
     assert_holds(ds, PACKS[:5])
-    assert_holds(ds, PACKS[:5])  # the first access may go another way than the next
+    assert_holds(ds, PACKS[:5])  # the first access may use another code path than the next
     with pytest.raises(IndexError, match="pack 5"):
         ds[5]
     empty = open_dataset(tmp_path / f"none{suffix}")
@@ -224,7 +224,7 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_two_things_is_refused(tmp_path: Path) -> None:
-    """Here a folder of shards lies beside a shard of the same name, and the shard wins; a file that is two is not."""
+    """If a folder of shards is next to a shard of the same name, the shard wins. A file of two formats is an error."""
     write_shards(tmp_path, {"x": 3})
     plain_npy(tmp_path / "x.npy", PACKS)
     os.link(tmp_path / "x.npy", tmp_path / "x2")
@@ -290,7 +290,7 @@ def test_it_pickles_small_and_opens_again(tmp_path: Path, kind: str) -> None:
     again = pickle.loads(raw)
     with pytest.raises(FormatError, match="the content has changed since this dataset was opened"):
         again[0]
-    if kind == "sft-idx":  # shards are one set, whose fingerprint is another
+    if kind == "sft-idx":  # shards are one set, with another fingerprint
         with pytest.raises(FormatError, match="because a shard was replaced"):
             again[-1]
     else:
@@ -340,7 +340,7 @@ def test_threads_share_one(tmp_path: Path) -> None:
 def test_a_fork_in_a_threads_read_does_not_wait_for_it(tmp_path: Path) -> None:
     write_npys(tmp_path, {"x": 3})
     ds = open_dataset(tmp_path)
-    with ds._files._process_lock():  # as a thread would hold it while it reads
+    with ds._files._process_lock():  # like a thread during a read
         child = multiprocessing.get_context("fork").Process(target=ds.__getitem__, args=(0,))
         child.start()
         child.join(300)
@@ -356,7 +356,7 @@ def test_no_more_are_open_than_allowed(tmp_path: Path) -> None:
         assert len(parts._readers) <= 2
     first = parts.reader(0)
     parts.reader(2)
-    assert parts.reader(0) is first  # used last: kept
+    assert parts.reader(0) is first  # used last, so it is kept
     parts.reader(4)
     assert parts.reader(0) is first
 

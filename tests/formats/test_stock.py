@@ -1,4 +1,4 @@
-"""Stock Megatron datasets are read with a mask rule or masks beside them, and never taken at their word."""
+"""Stock Megatron datasets are read with a mask rule or separate masks, and all their fields are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sft_idx.shard import Shard
 
 
 def stock(prefix: Path, items: list[list[Any]], dtype: Any = np.int32, *, multimodal: bool = False) -> str:
-    """As Megatron's own builder writes it."""
+    """Write a dataset with Megatron's own builder."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -80,7 +80,7 @@ def test_what_no_stock_dataset_of_text_is(tmp_path: Path) -> None:
 def test_items_with_gaps_between_them_are_read(tmp_path: Path) -> None:
     source = stock(tmp_path / "x", [[1, 2], [99], [3, 4, 5]])
     raw = bytearray((tmp_path / "x.idx").read_bytes())
-    # Without the item in the middle; its bytes stay in the .bin.
+    # The index lacks the middle item; its bytes stay in the .bin.
     lengths, pointers = np.array([2, 3], "<i4"), np.array([0, 12], "<i8")
     head = raw[:18] + np.array([2, 3], "<u8").tobytes()
     (tmp_path / "x.idx").write_bytes(

@@ -1,4 +1,4 @@
-"""Columns as ``inspect`` tells of them: what they are, the values of a pack, and what differs between two shards."""
+"""Columns in ``inspect``: their kinds, the values of a pack, and differences between two shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog's folder and its two documents: names, numbers, and everything that may be wrong in what is read."""
+"""The catalog's folder and its two documents: names, numbers, and all possible errors in documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE = ProducerState(
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong here lasts, and need not be waited for."""
+    """Errors here are permanent, so waits between retries are skipped."""
     hurry(monkeypatch)
 
 
@@ -220,13 +220,13 @@ def test_readers_see_the_old_document_or_the_new_one(catalog):
     finally:
         os.kill(writer, 9)
         os.waitpid(writer, 0)
-    catalog.write_end(1)  # what a killed writer left is in nobody's way
+    catalog.write_end(1)  # the remains of a killed writer do not matter
     catalog.write_producer(STATE)
     assert sorted(os.listdir(catalog.folder)) == ["_END.json", "_producer.json"]
 
 
 def test_a_heart_goes_on_beating_when_a_beat_was_not_written(tmp_path, monkeypatch):
-    """A disk that was full for a moment; consumers would take the producer for dead."""
+    """The disk may be full for a moment; consumers would take the producer for dead."""
     monkeypatch.setattr(keeper, "_SECONDS_BETWEEN_BEATS", 0.01)
     catalog, left = Catalog(tmp_path), [3]
     write = Catalog.write_producer

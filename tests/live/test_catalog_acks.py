@@ -1,4 +1,4 @@
-"""Which shards are complete, from what the ranks of each consumer have acknowledged."""
+"""Which shards are completed, computed from the acknowledgements of each consumer's ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_before_the_last_epoch_everything_is_uncompleted():
     untouched=st.integers(0, 3),
 )
 def test_a_shard_is_either_completed_or_uncompleted(items_done, leftovers, untouched):
-    """The leftovers are groups of so many shards."""
+    """``leftovers`` are the sizes of groups of shards."""
     ends = list(itertools.accumulate(leftovers))
     groups = [range(end - length, end) for end, length in zip(ends, leftovers, strict=True)]
     frontier = sum(leftovers) + untouched
@@ -81,7 +81,7 @@ def next_generation(folder: Path, acknowledged: Ack, state: RankState) -> int:
 
 
 def test_a_job_with_another_seed_has_a_generation_of_its_own(tmp_path):
-    """Else what the job before completed in its last epoch would count for one that is in its first."""
+    """Otherwise, shards that the earlier job completed in its last epoch would count for the new job's first epoch."""
     before = ack(1, 5, Deal(size=2, seed=1, epoch=1), epochs=2)
     assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=2), rank=0)) == 1
     assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=1), rank=0)) == 0
@@ -123,7 +123,7 @@ def test_the_newest_generation_counts(tmp_path):
 def test_as_the_list_of_items_written_out(size, leftovers, frontier, counts):
     flat = [shard for item in leftovers for shard in item]
     leftovers = leftovers if len(set(flat)) == len(flat) and max(flat, default=0) < frontier else []
-    # Several shards are an item only where they were begun.
+    # An item has several shards only if they were begun.
     begun = tuple(Item(tuple(item), packs_read=len(item) - 1) for item in leftovers)
     deal = Deal(size, leftovers=begun, frontier=frontier)
     items = [*leftovers, *([shard] for shard in range(frontier, 100))]
@@ -150,7 +150,7 @@ def test_a_consumer_that_is_no_folder_name_is_refused(tmp_path, name):
 
 
 def deal_with(**fields: object) -> dict[str, object]:
-    """The change that gives an acknowledgement a deal with other fields."""
+    """Return the change that gives an acknowledgement a deal with other fields."""
     return {"deal": {**TWO.to_json(), **fields}}
 
 

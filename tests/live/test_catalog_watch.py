@@ -1,4 +1,4 @@
-"""Waiting for shards: what is said, and that every wait which can have no end is an error that says why."""
+"""Waiting for shards: messages, and an error with the reason for every wait that can never end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5))
 
 
 class Scene:
-    """A catalog, a clock that moves only when somebody sleeps, and what happens at which second."""
+    """A catalog, a clock that advances only during sleeps, and the events at each second."""
 
     def __init__(self, folder: Path) -> None:
         self.catalog = Catalog(folder)
@@ -132,7 +132,7 @@ def test_a_dead_producer_is_noticed_by_its_silence(scene):
 def test_silence_before_the_wait_does_not_count(scene):
     scene.publish(0)
     assert scene.wait(0) == "published"
-    scene.now += 1000  # training on shard 0, and nobody looked
+    scene.now += 1000  # training on shard 0, without a look at the catalog
     scene.at(1020, lambda: scene.publish(1))
     scene.beats_until = 0
     assert scene.wait(1, producer_timeout=30) == "published"
@@ -140,7 +140,7 @@ def test_silence_before_the_wait_does_not_count(scene):
 
 @pytest.mark.parametrize("years", [-30, 30])
 def test_a_clock_that_is_wrong_changes_nothing(scene, years):
-    """A living producer and a dead one, on a machine or file server whose clock is decades off."""
+    """Tests a living and a dead producer on a machine or file server with a clock that is decades off."""
 
     def wrong_times() -> None:
         for name in os.listdir(scene.catalog.folder):
@@ -200,7 +200,7 @@ def test_a_missing_shard_in_the_middle_is_not_waited_for(scene):
 
 
 def test_a_shard_that_is_seen_late_is_not_missing(scene):
-    """A network file system may show the producer's document before the shard that it counts."""
+    """A network file system can show the producer's document before the shard that it counts."""
     scene.say(published=12)
     scene.at(3, lambda: scene.publish(11))
     assert scene.wait(11) == "published"
@@ -229,7 +229,7 @@ def test_a_commit_on_its_way_is_waited_for(scene):
 
 
 def test_a_commit_during_a_long_wait_is_seen(scene):
-    """Other ranks go on committing, and the producer goes on, though every look finds it waiting again."""
+    """Other ranks keep committing and the producer continues, although every look finds it waiting again."""
     left = [5]
     scene.say(state="waiting for consumers", published=5)
     for second in range(10, 300, 10):
@@ -252,7 +252,7 @@ def test_a_damaged_document_is_named(scene, monkeypatch):
 
 
 def test_a_living_producer_whose_state_is_not_seen_for_a_while_is_not_dead(scene, monkeypatch):
-    """Whether its document is torn or missing whenever somebody looks, for a minute and for all but one look in it."""
+    """Its document is torn or missing at every look, for a minute or for all looks except one."""
     path = Path(scene.catalog.folder, "_producer.json")
     scene.say(published=1)
     with torn(path, 10, monkeypatch, heals=True):
@@ -273,7 +273,7 @@ def test_a_dead_producer_is_no_less_dead_where_its_state_comes_and_goes(scene):
 
 
 def test_time_in_which_nobody_could_look_is_not_silence(scene):
-    """A file system that hangs holds one look up for minutes, and the producer too, whose next beat comes after it."""
+    """A file system that hangs delays a look for minutes, and also the producer, whose next beat comes later."""
 
     def hang() -> None:
         scene.now, scene.beats_until = scene.now + 300, 0

@@ -1,4 +1,4 @@
-"""A folder of chunks as a live catalog, while a real producer writes it: whole chunks only, each row once."""
+"""A folder of chunks as a live catalog while a real producer writes it: only complete chunks, and each row once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAITER = Waiter("rank 0")
 
 
 def packed_rows(count: int) -> list[dict[str, Any]]:
-    """Pre-packed rows whose first id is their number."""
+    """Return packed rows whose first id is their number."""
     return [
         produced(sample_of([2 + i % 3, 3], lambda p: p % 2, lambda p, i=i: i if p == 0 else 1000 + p))
         for i in range(count)
@@ -52,7 +52,7 @@ def raw_rows(count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def producer(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A producer at work in ``tmp_path / "chunks"``."""
+    """Run a producer in ``tmp_path / "chunks"``."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     arguments = [sys.executable, str(PRODUCER), str(source), str(tmp_path / "chunks"), json.dumps(options)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
@@ -70,7 +70,7 @@ def chunks_of(tmp_path: Path, **changes: Any) -> LiveChunks:
 
 
 def ids_of(chunks: LiveChunks, number: int) -> list[int]:
-    """First ids of the packs of a chunk."""
+    """Return the first ids of the packs of a chunk."""
     opened = chunks.open(number)
     found = []
     for pack in range(opened.num_packs):
@@ -99,7 +99,7 @@ def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: i
         chunks = chunks_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5, settle_seconds=1.5)
         assert chunks.wait(first, WAITER)
         assert ids_of(chunks, first) == [0, 1, 2, 3, 4]
-        # However long it takes, half a line does not settle.
+        # Half a line never counts as complete, however long it stays unchanged.
         with pytest.raises(SFTIndexError, match="ends with an incomplete line"):
             replace(chunks, max_wait=1.5).wait(first + 1, WAITER)
         assert process.poll() is None
@@ -137,7 +137,7 @@ def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
 
 
 def test_the_end_is_declared_behind_a_last_chunk_that_was_freed(tmp_path: Path) -> None:
-    """Its producer deletes what is marked as completed, the newest chunk too."""
+    """Its producer deletes all chunks marked as completed, including the newest one."""
     with producer(tmp_path, packed_rows(3), samples_per_chunk=3) as process:
         assert process.wait(PATIENCE) == 0
     folder = str(tmp_path / "chunks")
@@ -234,7 +234,7 @@ def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
         live = chunks_of(tmp_path, acks=str(folder / "_acks"))
         with LiveLoader(live, LiveConfig(rank=rank, size=2, seq_length=64, shuffle=False)) as loader:
             state = loader.state_dict()
-            # As a run has it that began with chunk 0.
+            # The state of a run that began with chunk 0.
             loader.load_state_dict(state | {"deal": state["deal"] | {"frontier": first}})
             found[rank] = [int(batch["tokens"][0, 0]) for batch in loader if batch["loss_mask"].any()]
             loader.commit(loader.state_dict())
@@ -265,7 +265,7 @@ def test_chunks_are_marked_once_every_owner_has_committed(tmp_path: Path) -> Non
     acknowledge(acks, 0, 2)
     expected = [f"chunk_0000{i}.jsonl.completed" for i in (0, 1, 2)]
     assert marked() == expected
-    # What the producer deleted is not marked again.
+    # Deleted chunks are not marked again.
     for name in expected[:2]:
         (tmp_path / "chunks" / name).unlink()
         (tmp_path / "chunks" / name).with_suffix("").unlink()

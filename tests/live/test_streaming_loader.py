@@ -1,4 +1,4 @@
-"""The loader on catalogs that are finished: what is served, resumed and acknowledged."""
+"""The loader on finished catalogs: its batches, resuming and acknowledgements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(some: list[Tensors], others: list[Tensors]) -> bool:
 
 
 def test_batches_are_the_assemblers(catalog: Path) -> None:
-    """Every tensor of every batch, where packs come as they are stored."""
+    """Compares every tensor of every batch, with packs in stored order."""
     source = StoredRows(*(Shard(Catalog(catalog).shard_prefix(number)) for number in range(len(COUNTS))), pad_id=0)
     assembler = BatchAssembler(source, 16, width=5)
     with loader(catalog, shuffle=False, micro_batch_size=5) as batches:
@@ -147,7 +147,7 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
         with pytest.raises(FormatError, match=says):
             loader(catalog, **given).load_state_dict(state)
     with pytest.raises(FormatError, match="the state is in epoch 2, but this run has only 1"):
-        # Its acknowledgements would be damaged ones, and end the producer.
+        # Its acknowledgements would look damaged, and stop the producer.
         loader(catalog, 0, 2).load_state_dict({**state, "deal": {**state["deal"], "epoch": 1}})
     with loader(catalog, 0, 2) as batches:
         next(batches)

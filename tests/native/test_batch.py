@@ -1,4 +1,4 @@
-"""Micro-batches assembled natively, against the slow and obvious way; and everything that is refused."""
+"""Native assembly of micro-batches, compared with the slow and simple way; and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ints(*values: int) -> np.ndarray:
 
 @dataclass
 class Case:
-    """Arguments of one call; by default a batch of two rows over two shards."""
+    """Arguments of one call, by default for a batch of two rows from two shards."""
 
     shards: list[Any] = field(
         default_factory=lambda: [
@@ -54,7 +54,7 @@ class Case:
         return max(len(self.offsets) - 1, 0)
 
     def outputs(self, narrow: str | None) -> dict[str, Any]:
-        """Buffers full of something that no batch holds."""
+        """Return buffers full of values that no batch has."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         wide = {"tokens": "i8", "labels": "i8", "position_ids": "i8", "loss_mask": "f4"}
         dtypes = {"tokens": "i4", "labels": None, "position_ids": None, "loss_mask": narrow} if narrow else wide
@@ -88,7 +88,7 @@ def round_up(length: int, multiple: int) -> int:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any number of rows, from nothing but padding to exactly full ones, over one to three shards."""
+    """Draw any number of rows, from only padding to exactly full, from one to three shards."""
     multiple = draw(st.sampled_from([1, 2, 4, 8]))
     shards, total = [], draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -139,7 +139,7 @@ def test_narrow_batch_is_the_slow_one_without_what_follows_from_it(case: Case) -
 @settings(deadline=None)
 @given(cases())
 def test_boundaries_keep_what_attention_needs(case: Case) -> None:
-    """Said without the twin: every segment divisible, nothing beyond the row, both offsets of the same sequences."""
+    """Without the twin: segments are divisible and inside the row, and both boundaries have the same sequences."""
     made = case.run()
     physical = made.get("cu_seqlens_padded", made["cu_seqlens"])
     for row in range(case.rows):
@@ -191,7 +191,7 @@ PER = {"token": 1, "sequence": 2, "pack": 3}
 
 
 def column_of(case: Case, per: str, shards: list[np.ndarray], slots: np.ndarray, starts: np.ndarray) -> tuple[Any, ...]:
-    """A column as ``assemble`` takes it, with an output full of something else."""
+    """Return a column in the form for ``assemble``, with an output full of other values."""
     entries = {"token": (case.seq_length,), "sequence": (case.width - 1,), "pack": ()}[per]
     shape, dtype = shards[0].shape[1:], shards[0].dtype
     nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
@@ -201,7 +201,7 @@ def column_of(case: Case, per: str, shards: list[np.ndarray], slots: np.ndarray,
 @settings(deadline=None, max_examples=300)
 @given(cases(), st.data())
 def test_columns_are_the_slow_ones(case: Case, data: st.DataObject) -> None:
-    """Several at once, of any kind, dtype and width, each in places of its own."""
+    """Tests several columns at once, of any kind, dtype and width, each at its own places."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     expected = []
     for _ in range(data.draw(st.integers(0, 3))):
@@ -428,7 +428,7 @@ def test_outputs_are_not_converted_and_read_only_ones_not_written(name: str) -> 
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> np.ndarray:
-    """Eight pages of int32 over a file."""
+    """Return eight pages of int32, mapped from a file."""
     path = tmp_path / "eight"
     np.arange(8 * mmap.PAGESIZE // 4, dtype="i4").tofile(path)
     with open(path, "rb") as file:

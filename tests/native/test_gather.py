@@ -1,4 +1,4 @@
-"""Gathering sequences and their positions in a shard, against plain Python."""
+"""Gathering sequences and their positions in a shard, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sequences_come_to_their_places(data: st.DataObject, dtype: str) -> None
     bounds = st.tuples(st.integers(0, len(source)), st.integers(0, len(source))).map(sorted)
     ranges = data.draw(st.lists(bounds, max_size=8))
     lengths = [stop - start for start, stop in ranges]
-    # End to end in some order, with a gap before each.
+    # Concatenated in some order, with a gap before each.
     expected: list[int] = []
     places = [0] * len(ranges)
     for sequence in data.draw(st.permutations(range(len(ranges)))):
@@ -100,7 +100,7 @@ def test_unaligned_and_folded_arrays_are_refused(place: int) -> None:
 
 
 def slow_absolute(packs: list[list[int]]) -> list[int]:
-    """Positions of all sequences of packs given as sequence lengths, and the token count."""
+    """Return the positions of all sequences, for packs given as sequence lengths, and the token count."""
     out = [0]
     for length in (length for pack in packs for length in pack):
         out.append(out[-1] + length)

@@ -1,4 +1,4 @@
-"""Running sums of lengths and the sequences of packs, against plain Python."""
+"""Running sums of lengths and the sequences of packs, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_shapes_and_alignment_are_checked(lengths: Any) -> None:
 # ---- the sequences of packs ----
 
 
-Shards = list[list[list[int]]]  # packs of each shard as lists of sequence lengths
+Shards = list[list[list[int]]]  # packs of each shard, as lists of sequence lengths
 
 
 def slow_segments(shards: Shards, wanted: list[tuple[int, int]]) -> tuple[list[int], ...]:
@@ -83,7 +83,7 @@ def slow_segments(shards: Shards, wanted: list[tuple[int, int]]) -> tuple[list[i
 
 
 def index_of(packs: list[list[int]]) -> Any:
-    """Sequence offsets, token offsets, starts and tokens, as a shard has them."""
+    """Return sequence offsets, token offsets, starts and tokens, as in a shard."""
     starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]
     tokens = slow_offsets([sum(pack) for pack in packs], 1, 0)
     return as_index(slow_offsets([len(pack) for pack in packs], 1, 0), tokens, starts, tokens[-1])

@@ -1,4 +1,4 @@
-"""PackStage against its twin: every dtype, every message, and nothing kept of what was refused."""
+"""PackStage compared with its twin: every dtype and message, and nothing of a rejected pack is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def longs(*values: int) -> np.ndarray:
 
 
 def add(stage: Any, tokens: Any, mask: Any, starts: Any, *, token_aligned: bool = False) -> bool:
-    """One pack of lists or arrays."""
+    """Add one pack of lists or arrays."""
     ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, np.int64)
     values = mask if isinstance(mask, np.ndarray) else np.array(mask, np.float64)
     begins = np.array(starts, np.int64)
@@ -45,7 +45,7 @@ def content(stage: Any) -> tuple[Any, ...]:
 
 @st.composite
 def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
-    """Mostly good packs; sometimes one thing is off."""
+    """Draw packs that are mostly valid, sometimes with one error."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     size = sum(lengths)
     ids = st.integers(0, 9) | st.sampled_from([65535, 65536, 2**31 - 1]) if draw(st.booleans()) else st.integers(0, 9)
@@ -304,4 +304,4 @@ def test_what_does_not_fit_the_room_waits_for_a_flush() -> None:
     stage.clear()
     assert all(bytes(getattr(stage, name)) == b"" for name in ("tokens", "mask", "starts", "records"))
     assert (stage.num_packs, stage.num_tokens) == (2, 8)
-    assert add(stage, [3] * 60, [0] * 60, [0])  # larger than the room, alone
+    assert add(stage, [3] * 60, [0] * 60, [0])  # larger than the buffer by itself

@@ -1,4 +1,4 @@
-"""Counts and hashes of runs, against plain Python."""
+"""Counts and hashes of runs, compared with plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files opened for each read, against a slow twin; changed, cut, replaced, removed; and everything that is refused."""
+"""Files opened for each read, compared with a slow twin; changed, truncated, replaced and removed files; and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that are being written: when they are whole, and what is wrong with them when they never will be."""
+"""Chunks that are being written: when they are complete, and errors if they never will be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wait_until_whole(folder: LiveChunks, number: int) -> float:
     return time.monotonic() - begin
 
 
-# ---- whole ----
+# ---- complete chunks ----
 
 
 @given(st.lists(st.sampled_from([b'{"a":1}', b"{", b"", b"  ", b"\n"])).map(b"".join))
@@ -75,7 +75,7 @@ def test_a_chunk_with_a_successor_is_whole_at_once(tmp_path: Path) -> None:
     put(tmp_path, 1, "")
     assert folder.is_whole(0, None)
     assert not folder.is_whole(2, None)
-    # The successor may be consumed and freed before this rank comes to its own.
+    # The next chunk may be consumed and freed before this rank reaches its own.
     (tmp_path / "chunk_00001.jsonl").unlink()
     put(tmp_path, 7)
     assert folder.is_whole(0, None)
@@ -119,7 +119,7 @@ def test_a_chunk_that_grows_begins_to_settle_anew(tmp_path: Path) -> None:
     while time.monotonic() - begin < 3 * SETTLE:
         with path.open("a") as file:
             file.write('{"a": 2}\n')
-        # It is another one than at the last look.
+        # It changed since the last look.
         assert not folder.is_whole(0, None)
         time.sleep(0.01)
     wait_until_whole(folder, 0)
@@ -132,7 +132,7 @@ def test_a_producer_that_pauses_for_longer_is_found_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"a": 2}\n')
     put(tmp_path, 1)
-    for look in (folder.require_unchanged, lambda: folder.count(0)):  # behind the last chunk nothing is waited for
+    for look in (folder.require_unchanged, lambda: folder.count(0)):  # there are no waits after the last chunk
         with pytest.raises(FormatError, match=r"chunk_00000.jsonl: it has 18 bytes, but had 9 .* raise --settle"):
             look()
 
@@ -215,7 +215,7 @@ def test_raw_chats_are_tokenised_when_asked_for(tmp_path: Path) -> None:
 def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     rows = [chat(0), {"messages": []}, chat(2, "far too long " * 60), chat(3)]
     path = tmp_path / "chunk_00000.jsonl"
-    # A blank line is no pack; an editor counts it all the same.
+    # A blank line is not a pack, but it counts in line numbers, as in an editor.
     path.write_text("\n".join([json.dumps(rows[0]), "", *map(json.dumps, rows[1:])]) + "\n")
     chunk = ChunkFile(str(path))
     assert len(chunk) == 4

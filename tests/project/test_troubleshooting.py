@@ -1,4 +1,4 @@
-"""Every message that the troubleshooting tables quote is what is read by somebody who does the thing it is about."""
+"""Every message in the troubleshooting tables is printed in the situation that it describes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from troubles import Scenes, chat, quoted, scene, some_shards
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a shard of the demo's chats, which the tests work in."""
+    """Provide a folder with a shard of the demo's chats, in which the tests run."""
     with some_shards(tmp_path_factory.mktemp("world")) as here:
         yield here
 
 
 def prepare(*options: object, rows: Any = None, template: str | None = None) -> str:
-    """What ``preprocess`` says that is to write x/shard."""
+    """Run ``preprocess`` for x/shard and return its output."""
     shutil.rmtree("x", ignore_errors=True)
     Path("x").mkdir()
     if template is not None:
@@ -38,7 +38,7 @@ def says(*arguments: object) -> str:
 
 
 def with_only(file: str, content: bytes | None = None) -> str:
-    """Preparing with a tokenizer folder that has nothing but this file, a tokenizer.json or this content."""
+    """Run ``prepare`` with a tokenizer folder of only this file, which is a tokenizer.json or has this content."""
     shutil.rmtree("tok", ignore_errors=True)
     Path("tok").mkdir()
     Path(f"tok/{file}").write_bytes((TOKENIZER / "tokenizer.json").read_bytes() if content is None else content)
@@ -46,14 +46,14 @@ def with_only(file: str, content: bytes | None = None) -> str:
 
 
 def again(*options: object) -> str:
-    """The same shard asked for a second time."""
+    """Run ``prepare`` a second time for the same shard."""
     first = {"rows": [chat()]}
     assert preprocess(Path("again/shard"), "--overwrite", **first).code == 0
     return preprocess(Path("again/shard"), *options, **first).err
 
 
 def damaged(change: Callable[[bytes], bytes], *arguments: object) -> str:
-    """What a verb says of a copy of the shard whose tokens are changed."""
+    """Return a command's output for a copy of the shard with changed tokens."""
     for suffix in SUFFIXES:
         shutil.copy(f"data/chats{suffix}", f"data/damaged{suffix}")
     path = Path("data/damaged.bin")
@@ -67,14 +67,14 @@ def cut_json() -> str:
 
 
 def interrupted(*options: object) -> str:
-    """What goes on with parts that a run left which could not be packed."""
+    """Run again after a run that left parts because packing failed, and return the output."""
     Path("killed").mkdir(exist_ok=True)
     assert preprocess(Path("killed/shard"), rows=[chat()], capacity=4).code == 1
     return preprocess(Path("killed/shard"), *options, rows=[chat()]).err
 
 
 def thoughtful() -> dict[str, Any]:
-    """A chat whose first answer was thought about, which the bundled template keeps to the last."""
+    """Return a chat with reasoning in its first answer, which the bundled template keeps only in the last one."""
     row = chat()
     row["messages"] = [{**message, "reasoning_content": "hm"} for message in row["messages"]] + row["messages"]
     return row
@@ -139,7 +139,7 @@ READING: Scenes = {
 
 
 def other_tokenizer() -> str:
-    """The demo's tokenizer with another name for a token."""
+    """Return the demo's tokenizer with another name for a token."""
     found = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
     found["added_tokens"][0]["content"] = "<|another|>"
     Path("other.json").write_text(json.dumps(found), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Columns: written with a shard, attached, read, held against the rules, replaced, recovered and removed."""
+"""Columns of a shard: write, attach, read, verify, replace, recover and remove them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_written_is_read(tmp_path: Path, backend: Any, monkeypatch: pyte
 
 def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 80)
-    spec = ColumnSpec("token", "f4", 18)  # nine times the bytes that are counted for a token
+    spec = ColumnSpec("token", "f4", 18)  # nine times the bytes that are assumed per token
     with ShardWriter(tmp_path / "x", columns={"topk": spec}, durable=False) as writer:
         for _ in range(9):
             writer.add_pack([1] * 4, [0] * 4, [0], columns={"topk": np.ones((4, 18))})
@@ -88,7 +88,7 @@ def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monk
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="nothing here lists what is mapped")
 @pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
 def test_a_reader_that_is_let_go_lets_go_of_its_files_at_once(tmp_path: Path, backend: Any) -> None:
-    """Not when garbage is collected: the space of a replaced shard is that of the next one."""
+    """Files must not stay open until garbage is collected, because the next shard needs a replaced shard's space."""
     write_columned(tmp_path / "x", PACKS)
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def test_the_five_files_but_for_the_listing_are_those_without(tmp_path: Path) ->
     assert with_.shard_id == without.shard_id
     for suffix in SUFFIXES[:-1]:
         assert (tmp_path / f"with{suffix}").read_bytes() == (tmp_path / f"without{suffix}").read_bytes()
-    # So a column of the one may be attached to the other.
+    # So a column of one shard can be attached to the other.
     shutil.copy(tmp_path / "with.source.col", tmp_path / "without.source.col")
     assert Shard(tmp_path / "without").columns["source"].spec == SOURCE
 
@@ -224,7 +224,7 @@ def test_what_a_killed_attachment_left_is_taken_over_by_the_next(tmp_path: Path)
         def values() -> Iterator[Any]:
             for row in range(header.num_sequences):
                 yield np.zeros((1, 1000))
-                if dies and row == 50:  # far behind what is buffered
+                if dies and row == 50:  # far after the buffered rows
                     os.kill(os.getpid(), signal.SIGKILL)
 
         write_column(tmp_path / "x", "topk", values(), per="sequence")
@@ -400,7 +400,7 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
     tmp_path: Path, old: bool, renames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 64)
-    if not renames:  # as on NFS, where a file has both of its names for a moment
+    if not renames:  # as on NFS, where a file has both names for a moment
         monkeypatch.setattr(publish, "_rename", lambda *_: False)
     specs = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2)}
 
@@ -499,7 +499,7 @@ Change = Callable[[bytearray], bytearray | None]
 
 
 def at(offset: int, data: bytes, *, seal: bool = True) -> Change:
-    """Bytes of the file changed, the header's checksum made right again."""
+    """Return a change of bytes of the file, with the header's checksum corrected."""
 
     def change(raw: bytearray) -> bytearray:
         raw[offset : offset + len(data)] = data
@@ -526,7 +526,7 @@ def another_file_number(raw: bytearray) -> bytearray:
     return sealed(raw)
 
 
-# rule, change of x.source.col, byte offset of the finding (None for any), what else breaks where the shard lists it
+# rule, change of x.source.col, byte offset of the finding (None for any), other broken rules if the shard lists it
 BROKEN: list[tuple[str, Change, int | None, set[str]]] = [
     ("C1", at(7, b"\r"), 0, set()),
     ("C1", at(8, b"\2"), 8, set()),
@@ -567,7 +567,7 @@ def test_a_broken_rule_is_named(
     report = verify_shard(tmp_path / "x", full=True)
     found = [finding for finding in report.findings if finding.rule == rule]
     assert found, report.findings
-    # Whatever changes the header and seals it again is no longer what the shard lists.
+    # A changed header with a corrected checksum is no longer the one that the shard lists.
     assert {finding.rule for finding in report.findings} <= {rule, "C8", "C2"} | others
     assert found[0].path == str(path)
     assert offset in (None, found[0].offset)
@@ -610,7 +610,7 @@ def paired(count: int) -> np.ndarray:
     return np.stack([np.arange(count) // 2 + 5, np.arange(count) % 2], 1).astype(np.uint32)
 
 
-# Changes of a column ``pair`` of 100 sequences, which sequences the findings begin at, and how many breaches there are.
+# Changes of a column ``pair`` of 100 sequences, the first sequences of the findings, and the number of violations.
 TORN: list[tuple[Callable[[np.ndarray], np.ndarray], list[int], int]] = [
     (lambda rows: rows, [], 0),
     (lambda rows: rows[::-1], [*range(0, 100, 2)], 50),
@@ -663,7 +663,7 @@ def test_a_pair_without_its_second_and_another_column_of_that_name_are_told_too(
 
 
 def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:
-    """500 copies, each with some bits turned over, cut short or longer: verification finds every one."""
+    """Damage 500 copies by flipped bits, truncation or extension; verification must find every one."""
     specs = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3, metadata={"teacher": "big"})}
     write_columned(tmp_path / "x", PACKS, specs)
     write_column(tmp_path / "x", "late", np.arange(len(PACKS), dtype="u2"), per="pack")
@@ -676,7 +676,7 @@ def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:
             size = int(random.integers(len(raw)))
             raw = raw[:size] if number % 2 else raw + random.bytes(size + 1)
         else:
-            # Headers are small beside values, and hold more that can go wrong.
+            # Headers are small compared to values, but more important.
             limit = len(raw) if number % 2 else min(len(raw), 320)
             for place in random.integers(limit, size=int(random.integers(1, 4))):
                 raw[place] ^= 1 << int(random.integers(8))

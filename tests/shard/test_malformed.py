@@ -1,4 +1,4 @@
-"""Input that cannot be used, through the command line: each kind has its clear error, and leaves nothing behind."""
+"""Unusable input on the command line: each kind has a clear error and leaves no files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def chat(*messages):
     return {"messages": list(messages)}
 
 
-# name: (row, what the error says); one of each step that refuses rows, whose own tests have all reasons. The row is
-# line 2 of its file.
+# name: (row, the error); one for each step that rejects rows. Tests of the steps have all reasons. The row is line 2 of
+# its file.
 ROWS = {
     "not JSON": ("{", "not valid JSON"),
     "not an object": ([1, 2], "expected an object"),
@@ -71,7 +71,7 @@ def test_first_bad_row_is_the_one_named_whatever_the_workers(tmp_path):
 
 
 def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable(tmp_path):
-    """Rows are read, rendered and tokenised many at a time; what comes first in the file is still told first."""
+    """Rows are read, rendered and tokenised in groups; the first error in the file is still reported first."""
     picky = "{% if 'date' in m %}{{ strftime_now('%Y') }}{% elif 'odd' in m %}{{ raise_exception('odd') }}{% endif %}"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + picky + "<|im_end|>{% endfor %}")
     arguments = ("--chat-template", tmp_path / "t.jinja")
@@ -84,7 +84,7 @@ def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable
         nothing_made(tmp_path)
 
 
-# name: (file name, how it is made, what the error says); test_chat_files_malformed.py has the other ways to be bad
+# name: (file name, how to make it, the error); test_chat_files_malformed.py has other malformed files
 FILES = {
     "missing": ("in.jsonl", lambda path: None, "no such file"),
     "folder": ("in.jsonl", lambda path: path.mkdir(), "folder"),
@@ -117,7 +117,7 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# name: (how a good tokenizer folder is spoilt, what the error says); test_chat_tokenizer_files.py has the other ways
+# name: (damage to a valid tokenizer folder, the error); test_chat_tokenizer_files.py has other damage
 TOKENIZERS = {
     "missing": (shutil.rmtree, "tokenizer"),
     "not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
@@ -139,7 +139,7 @@ def test_tokenizer_named_as_on_a_hub(tmp_path):
     clean_failure(done, "Qwen/Qwen3-8B")
 
 
-# name: (template, options, what the error says)
+# name: (template, options, the error)
 TEMPLATES = {
     "syntax": ("{% for m in messages %}{{ m.content }}", (), "line 1"),
     "unknown filter": ("{% for m in messages %}{{ m.content | nope }}{% endfor %}", (), "nope"),
@@ -163,7 +163,7 @@ def test_bad_template(tmp_path, kind):
     nothing_made(tmp_path)
 
 
-# arguments that are wrong by themselves: exit code 2
+# arguments that are always wrong: exit code 2
 USAGE = {
     "no verb": ((), "verb"),
     "unknown verb": (("prepare",), "prepare"),

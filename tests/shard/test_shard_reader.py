@@ -1,4 +1,4 @@
-"""Reading: exact, by views that outlive everything, from threads, forks and pickles."""
+"""Reading shards: exact values, views that stay valid, and use in threads, forks and after pickling."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_integer_is_an_index(shard: Shard, one: Any) -> None:
 
 
 def test_small_numpy_offsets_do_not_overflow(shard: Shard) -> None:
-    # Megatron's sample index is int32 and a shard may hold more tokens than that; int8 shows it in a small one.
+    # Megatron's sample index is int32, and a shard can have more tokens; int8 shows the same in a small shard.
     assert shard.token_offsets[-2] > 127
     assert shard.get(-1, np.int8(0), np.int8(1)).tolist() == PACKS[-1].tokens[:1]
     assert shard.get(-1, np.int8(1)).tolist() == PACKS[-1].tokens[1:]
@@ -199,7 +199,7 @@ def test_an_open_shard_goes_on_reading_what_it_opened(tmp_path: Path, backend: A
 def test_a_shard_replaced_while_it_is_opened_is_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, others: Any
 ) -> None:
-    """With equal sizes, nothing but the second look at the header can tell; other sizes are no damage."""
+    """With equal sizes, only the second read of the header can detect it; other sizes do not count as damage."""
     write_samples(tmp_path / "x", PACKS)
     write_samples(tmp_path / "y", others)
     opened = 0
@@ -249,7 +249,7 @@ def test_a_prefix_may_be_a_path_or_one_of_the_files(prefix: str) -> None:
 
 
 def test_only_one_suffix_is_taken_off(tmp_path: Path) -> None:
-    # No writer makes such a shard, but a shard may be renamed.
+    # No writer makes such a shard, but shards can be renamed.
     write_samples(tmp_path / "b", PACKS)
     for suffix in SUFFIXES:
         os.rename(tmp_path / f"b{suffix}", tmp_path / f"a.idx{suffix}")

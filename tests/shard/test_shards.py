@@ -1,4 +1,4 @@
-"""Many shards as one: found by name, indexed exactly, refused where they does not match."""
+"""Many shards as one: finding them by name, exact indexing, and errors if they do not fit together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKS = demo_samples(23)
 
 
 def write(folder: Path, sizes: dict[str, int], **options: Any) -> list[Sample]:
-    """Shards of these sizes, cut from PACKS in order; returns the packs that were written."""
+    """Write shards of these sizes from PACKS, in order, and return the written packs."""
     done = 0
     for name, size in sizes.items():
         write_samples(folder / name, PACKS[done : done + size], **{"capacity": 64, **options})
@@ -76,7 +76,7 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
 
 
 def test_a_lock_beside_a_folder_is_no_shard_with_its_name(tmp_path: Path) -> None:
-    """That of a command that writes several shards."""
+    """Commands that write several shards have such a lock."""
     write_samples(tmp_path / "x/y", demo_samples(1))
     (tmp_path / "x.building").mkdir()
     (tmp_path / "x.building" / "lock").touch()
@@ -203,7 +203,7 @@ def test_shards_are_read_where_the_process_gets_no_more_maps(
         Shard(tmp_path / "a")
 
 
-# ---- what does not go together ----
+# ---- shards that do not fit together ----
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_shards_that_do_not_go_together(tmp_path: Path, first: Any, second: Any,
 def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_path: Path) -> None:
     write(tmp_path, {"a": 3}, capacity=64, pad_id=1)
     write(tmp_path, {"b": 3}, capacity=48)
-    write(tmp_path, {"empty": 0}, capacity=None)  # its capacity is that of its longest pack: 0
+    write(tmp_path, {"empty": 0}, capacity=None)  # its capacity is the length of its longest pack: 0
     assert len(ShardSet.open(tmp_path, same_capacity=False)) == 6
     assert len(ShardSet.open([tmp_path / "a", tmp_path / "empty"])) == 3
 

@@ -1,4 +1,4 @@
-"""What any writer publishes is what ``verify --full`` accepts, however the API is misused."""
+"""``verify --full`` accepts every published shard, even if the API is misused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_long_runs_and_copies_of_shards_are_held_to_the_vocabulary_too(tmp_path:
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_conversions_hold_ids_to_the_vocabulary_that_the_source_names(name: str, tmp_path: Path) -> None:
-    """The source is of a writer that did not."""
+    """The source was written without this check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "vocab_size_of", lambda metadata: None)
         with ShardWriter(tmp_path / "x", metadata=vocabulary(5)) as shard:
@@ -123,7 +123,7 @@ def test_half_a_pair_is_refused_where_the_shard_ends(tmp_path: Path) -> None:
 
 
 class Misuse:
-    """Draws arguments that are mostly right, and sometimes anything."""
+    """Draws arguments that are mostly right and sometimes random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -185,7 +185,7 @@ class Misuse:
 
 
 def attempt(seed: int, folder: Path) -> tuple[list[Path], int]:
-    """Prefixes of the shards that one random session has published, and how many calls were refused."""
+    """Run one random session. Return the prefixes of published shards, and the number of rejected calls."""
     draw, refused = Misuse(seed), 0
     prefix = folder / f"s{seed}"
     try:

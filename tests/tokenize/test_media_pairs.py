@@ -1,4 +1,4 @@
-"""Preference pairs with images: both answers have those of the prompt, and ids are the processor's."""
+"""Preference pairs with images: both answers have the prompt's images, and ids equal the processor's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Pair = tuple[dict[str, Any], list[dict[str, Any]], list[str], list[bytes]]
 
 
 def drawn(rng: random.Random) -> Pair:
-    """A row in one of the forms of data sets; its prompt as the processor takes it, its two answers, and its images."""
+    """Draw a row in one of the forms of data sets, with its prompt for the processor, two answers, and images."""
     files = [rng.choice(FILES) for _ in range(rng.randint(1, 3))]
     words = rng.choice(["what is here?", "the cat", "hello"])
     good, bad = rng.sample(ANSWERS, 2)
@@ -111,7 +111,7 @@ def test_ids_of_both_answers_are_those_of_the_processor(made: tuple[Path, Any], 
 
 
 def test_pairs_of_bytes_come_from_parquet(made: tuple[Path, Any], tmp_path: Path) -> None:
-    """As Hugging Face stores images: structs of bytes and path, and parts whose other keys are null."""
+    """Images as stored by Hugging Face: structs of bytes and path, and parts with other keys null."""
     folder, _ = made
     asked = [{"type": "image", "text": None}, {"type": "text", "text": "hello"}]
     rows = [

@@ -1,4 +1,4 @@
-"""The dataset and the builder beside the stock classes they stand in for."""
+"""Our dataset and builder compared with the stock Megatron classes that they replace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stock(prefix: str) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-# ---- the dataset beside the stock one ----
+# ---- the dataset, compared with the stock one ----
 
 
 def test_stock_reads_the_same_tokens(ours: SFTIndexedDataset, stock: IndexedDataset) -> None:

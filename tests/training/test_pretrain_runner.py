@@ -1,4 +1,4 @@
-"""``python -m megatron_sft_idx.pretrain`` runs a script of Megatron-LM on our data sets, and says what is no script."""
+"""``python -m megatron_sft_idx.pretrain`` runs a Megatron-LM script with our data sets, and rejects other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from megatron_sft_idx.pretrain import build_parser, divide, main
 
 ROOT = Path(__file__).parents[2]
-# What a script asks of a checkout: its own megatron.training, whichever is installed.
+# The part of a checkout that a script needs: its own megatron.training, whatever is installed.
 CHECKOUT = {
     "megatron/training/__init__.py": "from .training import pretrain\n",
     "megatron/training/training.py": """

@@ -22,7 +22,7 @@ from megatron_sft_idx.training.torch_packs import Layout, WeightedPacks
 
 
 class Numbers:
-    """Packs that are numbers."""
+    """A data set with numbers as packs."""
 
     def __init__(self, name: int, count: int) -> None:
         self.name, self.count = name, count
@@ -46,14 +46,14 @@ def test_a_blend_is_spread_by_its_weights(members: list[tuple[int, float]], num_
     if num_packs is None:
         assert set(packs) == {(name, number) for name, size in enumerate(sizes) for number in range(size)}
         smaller = WeightedPacks(blend.members, weights, len(blend) - 1) if len(blend) > 1 else None
-        # One pack fewer would leave out a pack of some member, or cut its share below its packs.
+        # With one pack fewer, a pack of some member would be missing, or its share would be below its number of packs.
         assert smaller is None or (np.array(shares) * len(smaller) < np.array(sizes) - 1e-6).any()
     else:
         assert len(packs) == num_packs
     assert blend.counts == [sum(each[0] == name for each in packs) for name in range(len(sizes))]
     assert (np.abs(np.array(blend.counts) - shares * len(packs)) < 1 + 1e-6).all()
     for name, size in enumerate(sizes):
-        # Every member is gone through from its first pack to its last, again and again.
+        # Every member is read from its first pack to its last, repeatedly.
         assert [pack for member, pack in packs if member == name] == [i % size for i in range(blend.counts[name])]
     served = np.array([[each[0] == name for name in range(len(sizes))] for each in packs]).cumsum(0)
     even = np.arange(1, len(packs) + 1)[:, None] * np.array(blend.counts) / len(packs)

@@ -146,7 +146,7 @@ def test_weighted_blend(tmp_path: Path) -> None:
     first = [key_of(row) for row in (blend[i] for i in range(120)) if row["dataset_id"] == 0]
     assert Counter(first) == dict.fromkeys(pack_keys(30), 3)
     assert len({row["cu_seqlens"].shape for row in (blend[i] for i in range(120))}) == 1
-    again = pickle.loads(pickle.dumps(blend))  # what a worker process of a DataLoader gets
+    again = pickle.loads(pickle.dumps(blend))  # as in a worker process of a DataLoader
     assert keys_of(again) == keys_of(blend)
     assert all(isinstance(part, PackedRows) for part in again.datasets)
 
@@ -214,7 +214,7 @@ def test_index_only_blend_of_uneven_corpora_has_one_width(tmp_path: Path) -> Non
     assert {int(blend[i]["dataset_id"]) for i in range(40)} == {0, 1}
 
 
-# ---- what it says, what is pickled ----
+# ---- repr and pickling ----
 
 
 def test_it_says_what_an_epoch_holds(prefix: str, caplog: pytest.LogCaptureFixture) -> None:

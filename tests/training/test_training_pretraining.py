@@ -1,4 +1,4 @@
-"""Pretraining data in a blend: rows as Megatron's GPTDataset has them, chats as a blend without them has them."""
+"""Pretraining data in a blend: its rows equal Megatron's GPTDataset, and chats are the same as without it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def paths_in(folder: Path, *paths: str) -> list[str]:
 
 
 def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes: Any, split: str = "1,0,0") -> Any:
-    """Of paths of pretraining data the data sets of Megatron alone."""
+    """Return Megatron's own data sets for paths of pretraining data."""
     config = GPTDatasetConfig(
         random_seed=7,
         sequence_length=CAPACITY,
@@ -63,7 +63,7 @@ def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes
 
 
 def mixed(folder: Path, weights: Any = (0.6, 0.4), sizes: Any = (64, 0, 0), paths: Any = BOTH, **options: Any) -> Any:
-    """The training data of a blend, as Megatron's builder makes it."""
+    """Return the training data of a blend, made by Megatron's builder."""
     blend = paths_in(folder, *paths), None if weights is None else list(weights)
     return build(config_of(blend, path_to_cache=str(folder / "cache"), **options), sizes)
 
@@ -73,7 +73,7 @@ def is_text(row: Any) -> bool:
 
 
 def check_segment(row: Any, width: int) -> None:
-    """All of it is trained on, and it is one segment."""
+    """Check that a row is one segment and fully trained."""
     whole = torch.full((width,), CAPACITY, dtype=torch.int32)
     whole[0] = 0
     assert row["loss_mask"].tolist() == [1.0] * CAPACITY
@@ -87,7 +87,7 @@ def check_segment(row: Any, width: int) -> None:
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("planned", [False, True])
 def test_rows_are_those_of_megatron(folder: Path, planned: bool, context: int) -> None:
-    """And those of the chats the same as in a blend of chats alone; one by one, by whole batches, and by our loader."""
+    """Rows of chats equal a blend of only chats. Read one by one, by whole batches, and by our loader."""
     if context == 2:
         for name, salt in (("chats", 0), ("others", 1)):
             for file in folder.glob(f"{name}.*"):
@@ -130,7 +130,7 @@ def test_rows_are_those_of_megatron(folder: Path, planned: bool, context: int) -
 
 
 def write_padded(prefix: Path, salt: int) -> None:
-    """Packs that fit a row when each sequence is padded to a multiple of four."""
+    """Write packs that fit into a row if each sequence is padded to a multiple of four."""
     rng = np.random.default_rng(salt)
     with ShardWriter(prefix, capacity=CAPACITY, sequence_multiple=4, durable=False) as writer:
         for i in range(30):
@@ -166,7 +166,7 @@ def test_balanced_ranks_count_a_row_as_one_segment(folder: Path) -> None:
     for i in range(len(rows)):
         row = rows[i]
         tokens = row["cu_seqlens"].diff().long()
-        if not is_text(row):  # without the tail
+        if not is_text(row):  # without the padding at the end
             tokens = tokens[: int((tokens > 0).sum()) - int(row["cu_seqlens"].max() > len(key(row)))]
         assert costs[i] == int((tokens**2).sum())
 
@@ -232,7 +232,7 @@ def test_per_split_paths(folder: Path) -> None:
 
 
 def test_data_loaders_take_the_rows(folder: Path) -> None:
-    """Also in worker processes, which are handed the rows pickled."""
+    """Also in worker processes, which get the rows pickled."""
     blend = mixed(folder)[0]
     rows = rows_of(blend)
     expected = [rows[i]["tokens"].tolist() for i in range(16)]
@@ -292,7 +292,7 @@ def test_narrow_batches_are_refused(folder: Path) -> None:
 
 
 def damaged(folder: Path, what: str) -> str:
-    """A dataset with a fault, and what is said of it."""
+    """Damage a dataset, and return the expected error."""
     idx, data = folder / "web.idx", folder / "web.bin"
     if what == "cut":
         os.truncate(data, data.stat().st_size - 4)
@@ -379,7 +379,7 @@ def test_what_pretraining_data_has_no_place_for_is_refused(folder: Path, options
 
 @pytest.mark.parametrize("named", [False, True])
 def test_indices_of_another_corpus_at_the_same_path_are_not_taken(folder: Path, named: bool) -> None:
-    """Nor is a corpus that has grown read as it was; with a cache folder, and with that next to the corpus."""
+    """The same holds for a corpus that has grown; with a cache folder, and with the cache next to the corpus."""
 
     def tokens() -> set[int]:
         paths = paths_in(folder, *BOTH)
@@ -427,7 +427,7 @@ def test_pretraining_data_alone_is_refused(folder: Path) -> None:
 
 
 def test_content_and_order_have_names(folder: Path) -> None:
-    """By which a resumed run sees that another corpus is there, or another order."""
+    """A resumed run uses these names to detect another corpus or another order."""
     first, longer = (mixed(folder, sizes=(size, 0, 0))[0].datasets[0].source for size in (20, 400))
     assert first.corpus.content == longer.corpus.content
     assert first.order() != longer.order()

@@ -1,4 +1,4 @@
-"""Megatron's arguments become the data sets that they ask for."""
+"""The provider builds the data sets that Megatron's arguments request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def arguments(**given: Any) -> Namespace:
-    """As Megatron-LM's parser leaves them: what is not given is None."""
+    """Return arguments like Megatron-LM's parser: missing ones are None."""
     unset = dict.fromkeys(
         [
             *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -93,7 +93,7 @@ def test_parallel_sizes_decide_how_sequences_are_padded(shards: Path) -> None:
 
 
 def stock_inputs(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams]:
-    """A micro-batch and its boundaries as get_batch of pretrain_gpt.py has them, of the release that is installed."""
+    """Return a micro-batch and its boundaries like get_batch of pretrain_gpt.py in the installed release."""
     if flatten := getattr(megatron_utils, "flatten_batch_for_packed_sequences", None):
         batch = flatten(batch)
         cu_seqlens, longest = batch.pop("cu_seqlens").squeeze(0), int(batch.pop("max_seqlen").item())
@@ -113,7 +113,7 @@ def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: Modul
     args = script.parse_arguments(options)
     model = script.build_model(args).module
     train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
-    # As Megatron-LM does it: torch's collate, micro-batches of one, then get_batch.
+    # Like Megatron-LM: torch's collate, micro-batches of one, then get_batch.
     for stock in DataLoader(train, batch_size=1):
         inputs, _ = model_inputs(stock, "thd")
         expected = model(**inputs)
@@ -154,11 +154,11 @@ def test_arguments_that_would_train_on_something_else_are_refused(
 
 
 def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
-    """As with Megatron's default split: one percent of forty packs is none."""
+    """This happens with Megatron's default split: one percent of forty packs is none."""
     args = arguments(data_path=[str(shards / "a")], split="969,30,1")
     train, valid, test = train_valid_test_datasets_provider([100, 4, 0], args=args)
     assert (len(train), len(valid), test) == (100, 4, None)
-    # The others are where they would be.
+    # The other splits stay at their places.
     assert (train.source.num_packs, valid.source.num_packs) == (39, 1)
     with pytest.raises(FormatError, match=r"the test split is empty, .* such as --split 99,1,0"):
         train_valid_test_datasets_provider([100, 4, 4], args=args)
@@ -204,7 +204,7 @@ def test_nothing_is_missing_where_nothing_is_asked_for(shards: Path) -> None:
     ]
     args.split, args.skip_train, args.eval_iters = "0,1,0", True, 2
     assert [each and len(each) for each in train_valid_test_datasets_provider([20, 8, 8], args=args)] == [None, 8, None]
-    # Megatron evaluates after the last step, whatever this flag says.
+    # Megatron evaluates after the last step for any value of this flag.
     args.split, args.skip_train, args.start_eval_at_iter = "90,10,0", False, 100
     with pytest.raises(FormatError, match=r"--start-eval-at-iter 100 is after the last .* --eval-iters 0"):
         train_valid_test_datasets_provider([20, 0, 8], args=args)

@@ -90,7 +90,7 @@ class ChatTemplate:
         special_tokens: template variables such as ``bos_token`` and ``eos_token``.
         control_tokens: texts of the tokenizer's special tokens. Data that spells one must not become one.
         options: what is trained on.
-        template_kwargs: further template variables; those of a row take precedence.
+        template_kwargs: further template variables; variables of a row take precedence.
         name: name of the template in errors, such as the file it came from.
 
     Attributes:

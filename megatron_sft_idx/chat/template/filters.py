@@ -1,4 +1,4 @@
-"""Jinja's filters and tests for chat templates, each of which pays for what it does.
+"""Jinja's filters and tests for chat templates, with a cost for each call.
 
 A filter pays like a method (``methods``): for the bytes that go in and come out, and for a bound on its work if that
 can be larger. The input differs: one text, the items of a list, or everything inside a value. A value that a filter
@@ -250,7 +250,7 @@ _COMPARING_TESTS = (
 
 
 def tests_of(operators: Operators, tests: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return tests for templates, by name: Jinja's own, ``tests``; those that traverse a value pay."""
+    """Return Jinja's own ``tests`` for templates, by name. Tests that traverse a value pay for it."""
 
     def paying(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *values: test(*map(pay, values))

@@ -47,7 +47,7 @@ class Operators:
     def iterated(self, iterable: Any, weight: int) -> Any:
         """Return the iterable for a ``for`` loop with a cost of ``weight`` units per iteration.
 
-        Short loops are paid here; long ones and those of unknown length pay in each iteration.
+        Short loops are paid here; long loops and loops of unknown length pay in each iteration.
         """
         if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _PAID_AT_ONCE:
             self.allowance.spend(units)

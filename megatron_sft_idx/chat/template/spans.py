@@ -2,8 +2,8 @@
 
 ``Judge`` renders the stand-in of a row (``stand_in``) once for all rows of the same structure. An answer's edges are
 found in a *context*: the same answer among the few messages around it (``Contexts``), so that the work is linear in the
-number of answers, not quadratic. A context must be shown to be equal to the whole: each edge must lie in the same text
-between the same neighbours, once in each of the two. A result in a context depends only on that context, so no row
+number of answers, not quadratic. A context must be shown to be equal to the whole: each edge must occur exactly once in
+both, in the same text and between the same neighbours. A result in a context depends only on that context, so no row
 affects the result of another one.
 
 At the end there is one independent check: all words of a message are in its generated text, and no words of another

@@ -340,7 +340,7 @@ class TracedTemplate:
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
         found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
-        # Of two marks at one position, the one in the template's flow came first, before the captured text.
+        # If two marks have the same position, the mark in the template's flow came first, before the captured text.
         events = [(position, 0, event) for position, event in self._events()]
         events += [(match.start(), 1, int(match[1])) for match in found]
         events.sort(key=lambda item: item[:2])

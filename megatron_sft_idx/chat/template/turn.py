@@ -114,7 +114,7 @@ class TurnFinder:
         return None if fed is None else fed[max((one.stop for one in self._row.placed_in(fed)), default=0) :]
 
     def _mine(self, message: int, kind: str = "") -> list[Occurrence]:
-        """Return the positions of the strings of a message, or of those of one kind."""
+        """Return the positions of all strings of a message, or only of strings of one kind."""
         placed = self._of_message.get(message, [])
         return [one for one in placed if kind in ("", self._holes[one.number].kind)]
 
@@ -217,7 +217,7 @@ class TurnFinder:
         if not order:
             return []
         order.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
-        # Segments of white space between those of other messages have no words.
+        # Segments of white space between segments of other messages have no words.
         return [one for one in order[-1] if self._text[one.start : one.stop].strip()]
 
     def _between_others(self, message: int) -> list[Segment]:

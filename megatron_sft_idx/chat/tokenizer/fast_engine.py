@@ -1,6 +1,6 @@
 """Token ids from gigatoken, several times as fast as tokenizers, if it is known to give the same ids.
 
-Speed never justifies a different id, and a young library does not decide ids alone. Texts with characters that the two
+Speed never justifies a different id, so the ids of a young library are checked. Texts with characters that the two
 libraries may treat differently are left to tokenizers. To detect unexpected differences, a job also computes the ids of
 some texts with tokenizers.
 """
@@ -72,7 +72,7 @@ def is_sampled(text: str) -> bool:
 class FastEngine:
     """gigatoken for suitable texts, tokenizers for the rest.
 
-    A young library does not decide ids alone: one text in ``COMPARED_ONE_IN``, and inside ``comparing_all_texts`` every
+    The ids of a young library are checked: one text in ``COMPARED_ONE_IN``, and inside ``comparing_all_texts`` every
     text, is tokenised by both libraries. The selection depends only on the text, so every process of a job compares the
     same texts, whatever it tokenised before.
 

@@ -137,7 +137,8 @@ class SentencePieceModel:
 
         ids, edges = self._control.encode(passage, encode_text)
         # If several pieces spell one character, the library assigns it only to the last one; here all of them have it.
-        # The space that the model put before a text has no character of the text, and gets those of the next piece.
+        # The space that the model put before a text has no character of the text; it gets the characters of the next
+        # piece.
         for i in range(len(ids) - 2, -1, -1):
             begin, end = edges[i]
             if begin == end == edges[i + 1][0]:
@@ -260,7 +261,7 @@ def _library(name: str, file: Path) -> Any:
 def _added(
     files: TokenizerFiles, own: Sequence[AddedToken], pieces: Mapping[str, int], next_index: int
 ) -> list[AddedToken]:
-    """Return the control tokens of the vocabulary, and those that other files add or name; in order of ids."""
+    """Return the control tokens of the vocabulary and of the other files, in order of ids."""
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
     for number, text, flags in files.additions:
