@@ -180,7 +180,7 @@ def test_a_folder_that_is_gone_or_broken_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_tokenizer_is_not_loaded_again(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-    with pytest.raises(FormatError, match=r"a LlamaForCausalLM without a backend_tokenizer.*; pass its folder"):
+    with pytest.raises(FormatError, match=r"this LlamaForCausalLM has no backend_tokenizer.*; pass its folder"):
         run(transformers.LlamaForCausalLM(config), tmp_path / "x")
 
 

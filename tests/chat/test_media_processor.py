@@ -202,7 +202,7 @@ BAD = {
     "a text that no path can be": ("a\0.png", "null byte; --media-root FOLDER"),
     "a URL": ("https://127.0.0.1:1/a.png", "--download"),
     "a store": ("s3://bucket/a.png", "copy the files"),
-    "no image at all": (in_base64(b"no image, no audio"), "can be decoded"),
+    "no image at all": (in_base64(b"no image, no audio"), "cannot be decoded"),
     "an empty file": (in_base64(b""), "is empty"),
     "no base64": ("data:;base64,%%%", "base64"),
     "a folder": (".", "directory"),
@@ -325,7 +325,7 @@ def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path
     first, second = made["llava"].tokenizer.tokenize(" what is here?")[:2]
     ids[first], ids[second] = ids[second], ids[first]
     path.write_text(json.dumps(vocabulary))
-    with pytest.raises(FormatError, match="has another tokenizer"):
+    with pytest.raises(FormatError, match="contains a different tokenizer"):
         RowEncoder(EncodingOptions(str(tmp_path / "other"), processor=str(tmp_path / "llava")))
 
 

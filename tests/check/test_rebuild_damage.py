@@ -40,7 +40,7 @@ def test_no_index_makes_a_shard_readable_that_was_written_wrong(tmp_path: Path, 
     wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
     put(tmp_path, reseal(wrong))
     os.unlink(tmp_path / "x.idx")
-    with pytest.raises(FormatError, match=r"every good file is matches the header, but .* \(rule H9\)"):
+    with pytest.raises(FormatError, match=r"every good file matches the header, but .* \(rule H9\)"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert not os.path.lexists(tmp_path / "x.idx")
 
