@@ -460,7 +460,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an id that is taken": (
         with_config("llama", added_tokens_decoder={"2": zoo.flags("<|x|>")}),
-        r"'<\|x\|>' has the id 2, but in tokenizer\.model 2 is '</s>'",
+        r"'<\|x\|>' has the id 2, but in tokenizer\.model, 2 is '</s>'",
     ),
     "strips": (
         with_config("llama", added_tokens_decoder={"2": zoo.flags("</s>", rstrip=True)}),
@@ -511,7 +511,7 @@ def test_broken_files_are_refused_in_a_sentence(tmp_path: Path, name: str) -> No
 )
 def test_a_missing_library_is_named(tmp_path: Path, kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(FormatError, match=rf"read by {library}, .*pip install 'megatron-sft-idx\[tokenizers\]'"):
+    with pytest.raises(FormatError, match=rf"needs {library}, .*pip install 'megatron-sft-idx\[tokenizers\]'"):
         load_tokenizer(write(tmp_path, kind))
 
 

@@ -72,7 +72,9 @@ def other_end(tokenizer: Any) -> None:
 def test_one_that_was_changed_is_never_its_folder(change: Callable[[Any], None], part: str, tmp_path: Path) -> None:
     tokenizer = loaded()
     change(tokenizer)
-    with pytest.raises(FormatError, match=rf"^tokenizer: its {part}.* differs from {TOKENIZER}.*save_pretrained\(FOLD"):
+    with pytest.raises(
+        FormatError, match=rf"^tokenizer: differs from {TOKENIZER} in its {part}.*save_pretrained\(FOLD"
+    ):
         run(tokenizer, tmp_path / "x")
     assert not list(tmp_path.iterdir())
     # The remedy of the message.

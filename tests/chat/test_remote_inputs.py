@@ -84,7 +84,7 @@ def test_what_names_no_input(store: tuple[Path, str], pattern: str, why: str) ->
 def test_an_object_named_twice_is_refused(store: tuple[Path, str]) -> None:
     folder, url = store
     write_rows(folder, "jsonl", _ROWS[:3])
-    with pytest.raises(FormatError, match="named twice"):
+    with pytest.raises(FormatError, match="matched twice"):
         expand_inputs([f"{url}/*", f"{url}/rows.jsonl"])
 
 

@@ -52,7 +52,7 @@ def test_no_other_file_does_either(tmp_path: Path) -> None:
     for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence per pack
         os.unlink(f"{tmp_path}/x{suffix}")
     left = sorted(os.listdir(tmp_path))
-    with pytest.raises(FormatError, match=r"every file could be matches the header, but rules are broken"):
+    with pytest.raises(FormatError, match=r"every file could be restored to match the header, but rules are broken"):
         rebuild(tmp_path / "x")
     assert sorted(os.listdir(tmp_path)) == left
 

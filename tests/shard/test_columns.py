@@ -330,7 +330,9 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
         write_column(tmp_path / "x", "mine", np.zeros(len(PACKS)), per="pack", overwrite=True)
     with pytest.raises(FormatError, match=r"x\.mine\.col"):
         write_columned(tmp_path / "x", PACKS, {"mine": ColumnSpec("pack", "u1")}, overwrite=True)
-    with pytest.raises(FormatError, match=r"x\.mine\.col: the file has the name of a column of .*x, but is not a column"):
+    with pytest.raises(
+        FormatError, match=r"x\.mine\.col: the file has the name of a column of .*x, but is not a column"
+    ):
         write_samples(tmp_path / "x", PACKS[:3], overwrite=True)
     remove_shard(ShardPaths.of(tmp_path / "x"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.mine.col", "a list of mine")]

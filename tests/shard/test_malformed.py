@@ -76,7 +76,7 @@ def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + picky + "<|im_end|>{% endfor %}")
     arguments = ("--chat-template", tmp_path / "t.jinja")
     asks_date, odd = ({"messages": [{**ASK, key: 1}, ANSWER]} for key in ("date", "odd"))
-    for bad, says in (({"messages": []}, "messages is empty"), (odd, "refuses it: odd")):
+    for bad, says in (({"messages": []}, "messages is empty"), (odd, "rejects it: odd")):
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, bad, asks_date])
         clean_failure(done, f"{tmp_path / 'rows.jsonl'}:2: ", says)
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, asks_date, bad])
@@ -109,7 +109,7 @@ def test_bad_file(tmp_path, kind):
 def test_same_file_twice(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(GOOD))
     done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", tmp_path / "*.jsonl")
-    clean_failure(done, "named twice")
+    clean_failure(done, "matched twice")
 
 
 def edit_config(folder: Path, **changes) -> None:

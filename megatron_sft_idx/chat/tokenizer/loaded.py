@@ -77,8 +77,8 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
         ) from None
     if changed := [part for part in now if now[part] != then[part]]:
         raise FormatError(
-            f"tokenizer: its {' and '.join(changed)} differs from {folder}, so it was changed after loading, or loaded"
-            f" with other options; {_REMEDY}"
+            f"tokenizer: differs from {folder} in its {' and '.join(changed)}, so it was changed after loading, or"
+            f" loaded with other options; {_REMEDY}"
         )
     return folder
 
