@@ -122,7 +122,7 @@ def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> N
         FormatError, match=r"12 tokens could end a sequence .the mask is 0., but there are 3 sequences; .*--eod-id"
     ):
         rebuild(tmp_path / "x")
-    with pytest.raises(FormatError, match=r"at 6 tokens, where the mask is 0 and the id is 5, and"):
+    with pytest.raises(FormatError, match=r"6 tokens could end a sequence .the mask is 0 and the id is 5., but"):
         rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
     with pytest.raises(FormatError, match=r"at 0 tokens"):
         rebuild(tmp_path / "x", GivenFacts(eod_id=77))

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(catalog, change, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"capacity": 0}, "limits.capacity is 0, expected a whole number of at least 1 on"),
+        ({"capacity": 0}, "limits.capacity is 0, expected a whole number of at least 1"),
         ({"max_sequences_per_pack": 1.5}, "limits.max_sequences_per_pack is 1.5"),
         ({"token_dtype": "float64"}, "limits.token_dtype is 'float64', expected uint16 or int32"),
         ({"consumers": 0}, "limits.consumers is 0"),
