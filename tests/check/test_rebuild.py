@@ -273,7 +273,7 @@ def test_the_script_is_the_verb(tmp_path: Path) -> None:
     [{"capacity": 0}, {"sequence_multiple": 2**31}, {"pad_id": -1}, {"eod_id": -1}, {"token_dtype": np.dtype("i8")}],
 )
 def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(FormatError, match=r"expected a whole number|the format stores"):
+    with pytest.raises(FormatError, match=r"expected a whole number|the format only stores"):
         GivenFacts(**wrong)
 
 
