@@ -251,6 +251,7 @@ def test_a_column_that_names_no_files_or_very_many(tmp_path):
             write_column(tmp_path / "x", "source", values, per="sequence", metadata={"files": files}, overwrite=True)
         shown = command("inspect", tmp_path / "x", "--html", tmp_path / "page.html", "--overwrite")
         assert (shown.code, shown.err) == (0, "")
+        assert (" --row " in (tmp_path / "page.html").read_text(encoding="utf-8")) == bool(files)
         said = command("inspect", tmp_path / "x", "--row", "a.jsonl:1")
         assert (said.code, "names no input files" in said.err) == (1, not files)
 
@@ -275,8 +276,9 @@ def test_the_page_names_places(repeated, tmp_path):
     assert command("inspect", repeated, "--html", tmp_path / "page.html").code == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     first = Shard(repeated, columns=["source"])[0]["source"][0].tolist()
-    assert f", from {'ab'[first[0]]}.jsonl:{first[1] + 1}</h4>" in page
-    assert " --row FILE:LINE</code>" in page
+    place = f"{'ab'[first[0]]}.jsonl:{first[1] + 1}"
+    assert f', from <span class="source">{place}</span></h3>' in page
+    assert f" --row {place}</code>" in page
 
 
 # ---- weights ----
