@@ -20,12 +20,15 @@ PATTERNS = [
     "*.md",
     "LICENSE",
     "docs/*.md",
+    "docs/*.png",
     "docs/*.svg",
     "docs/site.css",
+    "examples/*",
     "megatron_sft_idx/FORMAT.md",
+    "tests/prose_words.txt",
     "tools/bench/RESULTS.md",
+    "tools/bench/results/*.svg",
 ]
-PATTERNS += ["tools/bench/results/*.svg", "tests/prose_words.txt"]
 
 
 def github_anchor(heading: str, separator: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,16 @@ def test_color_is_for_terminals_that_have_it(
     assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 
+def test_found_text_never_looks_like_trained_text(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with contextlib.redirect_stdout(Terminal()) as out:
+        assert main(["inspect", str(chats), "--tokenizer", str(TOKENIZER), "--find", "<|im_end|>", "--limit", "3"]) == 0
+    found = re.findall("\x1b\\[30;43m(.*?)\x1b\\[0m", out.getvalue())
+    assert found == ["<|im_end|>"] * 3
+    assert not re.search(r">>|\[\[|\x1b\[30;42m", out.getvalue())
+
+
 def test_a_pack_as_json(chats: Path) -> None:
     found = json.loads(command("inspect", chats, "--pack", 0, "--json", "--tokenizer", TOKENIZER).out)
     pairs = Shard(chats).sequences(0)
@@ -123,7 +135,8 @@ def test_find_names_pack_sequence_and_token(tmp_path: Path) -> None:
     assert outcome.code == 0
     first, second = outcome.out.splitlines()
     assert first.startswith("pack 0, sequence 0, token ")
-    assert first.endswith(": one [[needle]], two")
+    assert first.endswith(": one >>needle<<, two")
+    assert "[[" not in outcome.out  # these are for trained tokens, and half of this hit is trained
     assert second.startswith("pack 1, sequence 1, token ")
     found = json.loads(command("inspect", tmp_path / "x", "--find", "needle", "--tokenizer", TOKENIZER, "--json").out)
     shard = Shard(tmp_path / "x")
@@ -231,6 +244,29 @@ def test_a_page_is_not_overwritten_unasked(chats: Path, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert path.read_bytes() != before
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_each_command_on_the_page_can_be_pasted(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is made with relative paths, and the commands run in another folder."""
+    monkeypatch.chdir(chats.parent)
+    tokenizer = os.path.relpath(TOKENIZER)
+    assert command("inspect", "chats", "--tokenizer", tokenizer, "--html", tmp_path / "text.html").code == 0
+    assert command("inspect", "chats", "--html", tmp_path / "ids.html").code == 0
+    monkeypatch.chdir(tmp_path)
+    for name, shown in (("text", "<|im_start|>assistant"), ("ids", "1 ")):
+        page = Path(f"{name}.html").read_text(encoding="utf-8")
+        commands = [html.unescape(one) for one in re.findall(r'<code class="command">(.*?)</code>', page)]
+        assert {one.split(" --")[-1].split()[0] for one in commands} == {"pack", "row"}
+        (searching,) = re.findall('data-command="(.*?)"', page)
+        if name == "text":
+            commands.append(html.unescape(searching) + " --find='<|im_start|>assistant'")
+        else:
+            assert searching == ""
+        for one in commands:
+            program, *arguments = shlex.split(one)
+            outcome = command(*arguments)
+            assert (program, outcome.code) == ("megatron-sft-idx", 0), outcome.err
+            assert "--row" in arguments or shown in outcome.out
 
 
 def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ def test_a_histogram_counts_every_value_once(parts: list[list[int]], bins: int, 
     assert counts.tolist() == [sum(a <= value < b for value in values) for a, b in pairwise(edges)]
 
 
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_a_logarithmic_histogram_counts_every_value_once(values: list[int]) -> None:
+    tally = Tally(300)
+    tally.add(np.array(values, np.int64))
+    edges, counts = tally.logarithmic_histogram()
+    assert (edges[0], edges[-1]) == (min(values), max(values) + 1)
+    assert counts.tolist() == [sum(a <= value < b for value in values) for a, b in pairwise(edges)]
+    # Two classes double a value; edges are rounded to whole numbers.
+    assert all(abs(after - 2 * before) <= 2 for before, after in list(zip(edges, edges[2:], strict=False))[1:])
+
+
 def test_large_values_share_counts_but_not_extremes() -> None:
     tally = Tally(2**31 - 1)
     tally.add(np.array([5, 2**30, 2**31 - 2], np.int64))
@@ -59,6 +71,8 @@ def test_large_values_share_counts_but_not_extremes() -> None:
     edges, counts = tally.histogram(48, 0, 2**31 - 1)
     assert counts.sum() == 3
     assert len(edges) <= 49
+    edges, counts = tally.logarithmic_histogram()
+    assert (edges[0], counts.sum(), len(edges) <= 63) == (5, 3, True)
 
 
 @settings(max_examples=40)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megatron_sft_idx.shard import Shard
 pytestmark = pytest.mark.skipif(bridge_folder() is None, reason=MISSING)
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/megatron_bridge.py"
 BLOCKS = blocks_of("docs/bridge.md")
 LENGTH, BATCH = 1024, 4
 # The key of a row of a batch: its values at each trained position, and the starts of sequences.
@@ -151,12 +154,38 @@ def test_the_example_trains_on_the_shards_of_the_other_example(tmp_path: Path) -
     config, prefix = ROOT / "examples/sft_qwen3.yaml", tmp_path / "data/sft"
     made = command("preprocess", "--config", config, *given, *smaller, "--output-prefix", prefix)
     assert made.code == 0, made.err
-    script = (ROOT / "examples/megatron_bridge.py").read_text(encoding="utf-8")
+    script = EXAMPLE.read_text(encoding="utf-8")
     sizes = "LENGTH, BATCH = 4096, 32\n"
     assert script.count(sizes) == 1
     found = run(script.replace(sizes, f"LENGTH, BATCH = {LENGTH}, {BATCH}\n"), tmp_path)
     assert not differences(found["train"], prefix, found["eos_id"], 2, whole=False)
     assert not differences(found["valid"], tmp_path / "data/sft.valid", found["eos_id"], 1, whole=False)
+
+
+@pytest.mark.parametrize("name", ["page", "example"])
+def test_what_a_script_imports_and_sets_is_in_the_sources_of_bridge(name: str) -> None:
+    """Its ``main()`` needs GPUs, so this test reads the sources of Bridge, and of the Megatron that it builds on."""
+    text = scripts()["Parquet"] if name == "page" else EXAMPLE.read_text(encoding="utf-8")
+    bridge, core = bridge_folder(), find_spec("megatron.training")
+    assert bridge is not None
+    assert core is not None
+    fields = [bridge / "training/config.py", bridge / "models/gpt_provider.py"]
+    fields += Path(*(core.submodule_search_locations or ())).glob("config/*.py")
+    settings = "\n".join(path.read_text(encoding="utf-8") for path in fields)
+    (main,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    checked = 0
+    for node in ast.walk(main):
+        if isinstance(node, ast.ImportFrom):
+            place = Path(bridge, *str(node.module).split(".")[2:])
+            files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+            sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+            for imported in node.names:
+                assert re.search(rf"^def {imported.name}\(| as {imported.name},$", sources, re.MULTILINE), imported.name
+                checked += 1
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            assert re.search(rf"^    {node.attr}: ", settings, re.MULTILINE), node.attr
+            checked += 1
+    assert checked > 7
 
 
 def test_a_mask_that_is_off_by_one_is_seen(folder: Path) -> None:
