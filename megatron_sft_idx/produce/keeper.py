@@ -207,8 +207,8 @@ class Backpressure:
         else:
             behind = [name for name, of_one in acks.items() if not completed({name: of_one}, 1, ahead[:1])]
             whose = (
-                f"in {self._acks}, it is not yet completed by {', '.join(behind)}; if a consumer no longer reads, remove its"
-                " folder there"
+                f"in {self._acks}, it is not yet completed by {', '.join(behind)}; if a consumer no longer reads,"
+                " remove its folder there"
             )
         return (
             f"{len(ahead)} shards are ahead of training, the first is {ahead[0]}; a shard is completed when a"
