@@ -34,8 +34,8 @@ format: $(VENV)/built  ## let ruff rewrite the sources
 # is small: some tests start separate processes, and most of those import torch. One thread of torch's in each, as
 # both cores are taken; and files in their own order, since those with few tests, which go last else, are among the longest.
 # Bytecode is written even where the environment says otherwise: hundreds of processes would compile the package again.
-test: $(VENV)/built  ## the test suite; what it skips it names at the end
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/built  ## the test suite, or with TESTS="tests/chat tests/check" some of its folders; names what it skips at the end
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-slow: $(VENV)/built  ## the longer checks that test leaves out, and whole what it takes a sample of
 	@$(BIN)/python -m pytest -m '(slow or sample or examples) and not cloud'
@@ -59,7 +59,7 @@ test-media: $(VENV)/built  ## Qwen-VL and other models with images and audio aga
 
 test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
-	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_ray_engine.py tests/test_readme_ray.py tests/slow/test_ray_scale.py
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/tokenize/test_ray_engine.py tests/project/test_readme_ray.py tests/slow/test_ray_scale.py
 
 test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's package where there is none; screenshots in build/
 	@command -v chromium >/dev/null || apt-get install -qq -y --no-install-recommends chromium >/dev/null || \

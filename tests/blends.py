@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from packs import Sample, sample_of, write_samples
+from sample_packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 

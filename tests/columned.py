@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from packs import Sample
+from sample_packs import Sample
 
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, PAIR, ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, build_options, columns, writer

@@ -6,8 +6,10 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from sampling import sample, with_fewer_examples
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shard import shard_set
+
+# Some tests use functions of tests in other folders.
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")})
 
 # The same examples in every run, however slow the machine, so that a failure is of the change that is tested.
 # Another profile looks further: HYPOTHESIS_PROFILE=default make test

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from damage import Files, damaged, read_everything
-from packs import Sample, five_files, sample_of, write_samples
+from sample_packs import Sample, five_files, sample_of, write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import SFTIndexError

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 
 RUN = {"sh", "sh fails", "python"}
-_BRIDGE = "needs Megatron-Bridge: tests/test_bridge_recipe.py, in make test-megatron"
+_BRIDGE = "needs Megatron-Bridge: tests/training/test_bridge_recipe.py, in make test-megatron"
 # Kinds of blocks that another test pastes, and the reason.
 ELSEWHERE = {
     "sh install": "makes environments from the package index: make test-slow",
@@ -40,7 +40,7 @@ ELSEWHERE = {
     "sh bridge": _BRIDGE,
     "python bridge": _BRIDGE,
     "python bridge-dataset": _BRIDGE,
-    "python bridge-vlm": "needs Megatron-Bridge: tests/test_bridge_vlm.py, in make test-megatron",
+    "python bridge-vlm": "needs Megatron-Bridge: tests/training/test_bridge_vlm.py, in make test-megatron",
     "sh bridge-names": "names of the reader's own files",
     "sh bridge-gpu": "trains with Megatron-Bridge on GPUs, which no test has",
 }

@@ -15,7 +15,7 @@ from doc_blocks import Block
 from house import LAYERS
 from megatron.core import utils as megatron_utils
 from megatron_setups import FLAGS
-from packs import demo_samples, write_samples
+from sample_packs import demo_samples, write_samples
 from torch.utils.data import default_collate
 from trainer_glue import GLUE
 from training_twin import lone_process

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from house import PACKAGE, is_light, modules
-from packs import demo_samples, write_samples
+from sample_packs import demo_samples, write_samples
 
 ROOT = Path(__file__).parents[1]
 CHATS, TOKENIZER = ROOT / "tools/demo/chats.jsonl", ROOT / "tools/demo/tokenizer"

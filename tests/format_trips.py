@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from packs import Sample, assert_is, sample_of, samples
+from sample_packs import Sample, assert_is, sample_of, samples
 
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec
 from megatron_sft_idx.packs.run import PackRun

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from chats import command, write_rows
 from columned import SOURCE, write_columned
-from packs import demo_samples, sample_of, write_samples
+from sample_packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_sft_idx.cli.main import build_parser

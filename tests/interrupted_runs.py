@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from chats import CHATS, MADE, Outcome, files_of, preprocess, remains, write_rows
-from packs import opens
+from sample_packs import opens
 
 from megatron_sft_idx.produce import production
 from megatron_sft_idx.shard import Shard

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from packs import Sample, sample_of, write_samples
+from sample_packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
 from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader

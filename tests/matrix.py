@@ -175,7 +175,7 @@ def run_tests(what: str, python: Path, files: list[str]) -> str:
 
 def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
     """The pair of each Python and its Megatron."""
-    files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
+    files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
     for version, found in pythons.items():
         bridge, beside = BRIDGE.get(version, (None, ()))
         if version == "{}.{}".format(*sys.version_info) and bridge is None:  # .venv has all but Bridge

@@ -28,8 +28,8 @@ from media_samples import (
     with_entry,
     write_media,
 )
-from packs import write_samples
 from reseal import Files
+from sample_packs import write_samples
 
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES
 from megatron_sft_idx.layout.media_layout import ARRAYS, MEDIA

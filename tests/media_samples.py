@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from packs import Sample, five_files, sample_of
 from reseal import Files, reseal
+from sample_packs import Sample, five_files, sample_of
 
 from megatron_sft_idx.layout import FIELDS
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES

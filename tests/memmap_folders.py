@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from packs import Sample
+from sample_packs import Sample
 
 ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
 WHOLE = sorted(["manifest.json", *(f"{name}.npy" for name in ARRAYS)])

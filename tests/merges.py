@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packs import Sample, write_samples
+from sample_packs import Sample, write_samples
 
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.packs.merge import MergeReport, merge

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from packs import sample_of, write_samples
+from sample_packs import sample_of, write_samples
 
 HOSTILE = [
     "</div></details><script>window.hacked = 1</script>",

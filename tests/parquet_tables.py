@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from packs import Sample
+from sample_packs import Sample
 
 
 def table_of(

@@ -13,7 +13,7 @@ from typing import Any
 
 from chats import SUFFIXES, TOKENIZER, Outcome, command, files_of, sequences_of, write_rows
 from interrupted_runs import some_rows
-from packs import opens
+from sample_packs import opens
 
 from megatron_sft_idx.live import Ack, Catalog, Deal, ProducerState, ack_folder, shard_name, write_ack
 from megatron_sft_idx.shard.shard_set import find_prefixes

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from packs import Sample, demo_samples, five_files, write_samples
+from sample_packs import Sample, demo_samples, five_files, write_samples
 
 from megatron_sft_idx.layout import FIELDS, Header
 

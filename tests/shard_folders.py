@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from packs import Sample, demo_samples, write_samples
+from sample_packs import Sample, demo_samples, write_samples
 
 from megatron_sft_idx.shard.shard_set import ShardSet
 

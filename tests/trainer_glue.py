@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from doc_blocks import Block
-from packs import demo_samples, write_samples
+from sample_packs import demo_samples, write_samples
 from trainer_shards import Trained, trained_of
 
 from megatron_sft_idx.training.adapters import AutomodelPacks, VerlDataset

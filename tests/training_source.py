@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from packs import Sample, sample_of, write_samples
+from sample_packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.sources import Segments

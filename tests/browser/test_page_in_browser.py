@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import TOKENIZER, command, preprocess
-from packs import Sample, sample_of, write_samples
 from pages import HOSTILE, decode_hostile, write_hostile
+from sample_packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.inspect.page import make_page
 from megatron_sft_idx.inspect.summary import survey_shard

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packs import Sample, five_files, write_samples
+from sample_packs import Sample, five_files, write_samples
 from swift_server import SwiftServer
 
 from megatron_sft_idx.layout.files import SUFFIXES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from columned import SOURCE, SPECS, write_columned
 from copies import command, ended, five_keys, keys, remote_files, run, unfinished, write_shard
-from packs import demo_samples, five_files, write_samples
+from sample_packs import demo_samples, five_files, write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError

@@ -13,7 +13,7 @@ import disks
 import pytest
 from copies import command, ended, five_keys, keys, remote_files, run, unfinished, wait_until, write_shard
 from faults import Faults
-from packs import five_files
+from sample_packs import five_files
 from swift_server import SwiftServer
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError

@@ -16,7 +16,7 @@ import zstandard
 from chats import CHATS, TOKENIZER, preprocess
 from copies import command, ended, five_keys, keys, remote_files, run, wait_until, write_shard
 from faults import Faults
-from packs import five_files
+from sample_packs import five_files
 from swift_server import SwiftServer
 
 from megatron_sft_idx.chat import inputs

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from buckets import put_samples, reach
-from packs import Sample, demo_samples
+from sample_packs import Sample, demo_samples
 from swift_server import SwiftServer
 from training_source import random_samples
 

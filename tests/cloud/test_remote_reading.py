@@ -12,8 +12,8 @@ import pytest
 import torch
 from buckets import put, put_samples, reach
 from chats import preprocess
-from packs import assert_holds, demo_samples
 from pretrain_runs import run
+from sample_packs import assert_holds, demo_samples
 from swift_server import SwiftServer
 from torch.utils.data import DataLoader
 from training_source import random_samples

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import xxhash
 from fuzz.contract import refused, scratch
-from packs import demo_samples, write_samples
+from sample_packs import demo_samples, write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, num_rows_in

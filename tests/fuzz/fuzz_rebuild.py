@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fuzz.contract import put_files, scratch
 from fuzz.fuzz_verify import Files, variants
-from packs import tree_of
+from sample_packs import tree_of
 
 from megatron_sft_idx.check import GivenFacts, Rebuilt, rebuild, verify_shard
 from megatron_sft_idx.errors import SFTIndexError

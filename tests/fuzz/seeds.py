@@ -32,8 +32,8 @@ from fuzz.targets import CORPUS  # noqa: E402
 from kills import leave_complete  # noqa: E402
 from media_samples import write_media  # noqa: E402
 from memmap_folders import make_folder  # noqa: E402
-from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
+from sample_packs import demo_samples, five_files, write_samples  # noqa: E402
 
 from megatron_sft_idx.layout.column import ColumnSpec  # noqa: E402
 from megatron_sft_idx.layout.files import IDX_HEADER  # noqa: E402

@@ -16,7 +16,7 @@ from chats import files_of as files_of_text
 from columned import write_columned
 from kills import killed_at
 from media_samples import MediaSample, item_of, write_media
-from packs import Sample, demo_samples, opens
+from sample_packs import Sample, demo_samples, opens
 
 from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.errors import SFTIndexError

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from packs import demo_samples, write_samples
+from sample_packs import demo_samples, write_samples
 from test_bridge_collate import expected, trained
 
 pytestmark = pytest.mark.slow

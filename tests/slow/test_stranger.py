@@ -24,7 +24,7 @@ def test_the_readme_in_a_clean_clone(tmp_path: Path, install: str) -> None:
     # A stranger's environment has nothing of this run's. Of the test suite, which takes its time and is at work
     # already, one module is enough to see that `make test` runs.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("PY")}
-    environment["PYTEST_ADDOPTS"] = "tests/test_house.py"
+    environment["PYTEST_ADDOPTS"] = "tests/project/test_house.py"
     pasted = [block for block in blocks if block.kind in {*RUN, "sh install", "sh slow", "sh ray"}]
     if "--editable" in install:  # the commands that are quick, by the package that is compiled in the clone
         pasted = [block for block in pasted if block.kind in RUN or "pip install" in block.text]

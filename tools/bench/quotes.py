@@ -35,7 +35,7 @@ COMPARED = re.compile(
 # Figures of README and docs that no bench measures, and the file and the words in it that confirm them.
 HELD_ELSEWHERE = {
     "under 1 MB for any shard": ("megatron_sft_idx/inspect/page.py", "MAX_NBYTES = 1_000_000"),
-    "1% of 42 packs is none": ("tests/test_troubleshooting_training.py", 'split="99,1,0"'),
+    "1% of 42 packs is none": ("tests/project/test_troubleshooting_training.py", 'split="99,1,0"'),
     "under 300 MB per process": ("tests/slow/test_preprocess_memory.py", "LIMIT = 300_000_000"),
     "up to 1 GiB": ("megatron_sft_idx/shard/shard_set.py", "MEMORY_NBYTES = 1 << 30"),
 }

@@ -17,7 +17,8 @@ Qwen 3. The model is fed the first line, and writes everything in the second up 
     low                   start              first  said      high, stop
 
 Most templates need only the first rule of each function. The other rules cannot be derived. Each names a public
-template that needs it, and has a test case in ``tests/test_chat_template_ways.py`` or ``tests/template_grammar.py``.
+template that needs it, and has a test case in ``tests/chat/test_chat_template_ways.py`` or in
+``tests/template_grammar.py``.
 """
 
 from __future__ import annotations

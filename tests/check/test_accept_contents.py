@@ -1,0 +1,133 @@
+"""``rebuild --accept-contents``: the way on where contents were changed and no copy is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chats import command, files_of, preprocess
+from columned import write_columned
+from sample_packs import sample_of
+
+from megatron_sft_idx.check import rebuild, verify_shard
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.shard import Shard, read_header, write_column
+from megatron_sft_idx.tokenize import PackOptions, pack_shard
+
+PACKS = [sample_of([5, 4, 7], lambda position: position % 2, lambda position: position % 40) for _ in range(9)]
+SPECS = {"score": ColumnSpec("token", "f4"), "turn": ColumnSpec("sequence", "u1")}
+METADATA = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 64}, "notes": ["kept"], "accepted": "no list"}
+# A byte of each file that may take another value without breaking a rule of packs.
+CHANGES = {".bin": (4, 9), ".loss.bin": (0, 0), ".seq.bin": (4, 6), ".score.col": (-2, 7), ".late.col": (-1, 7)}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_columned(tmp_path / "x", PACKS, SPECS, capacity=64, metadata=METADATA)
+    write_column(tmp_path / "x", "late", np.arange(9, dtype=np.uint8), per="pack")
+    return tmp_path / "x"
+
+
+def change(prefix: Path, suffix: str, at: int, value: int) -> bytes:
+    path = Path(f"{prefix}{suffix}")
+    raw = bytearray(path.read_bytes())
+    assert raw[at] != value
+    raw[at] = value
+    path.write_bytes(raw)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("suffix", CHANGES)
+def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
+    before, shard_id = files_of(prefix), read_header(prefix).shard_id.hex()
+    changed = change(prefix, suffix, *CHANGES[suffix])
+    assert command("rebuild", prefix).code == 1
+    assert command("pack", prefix, "--seq-length", 64, "--lossy", "--output-prefix", f"{prefix}-2").code == (
+        0 if suffix == ".late.col" else 1  # which is left out, as it has a row per pack
+    )
+    only_said = command("rebuild", prefix, "--accept-contents", "--dry-run")
+    assert (only_said.code, "would be rebuilt" in only_said.out, "nothing was written" in only_said.out) == (
+        0,
+        True,
+        True,
+    )
+    assert files_of(prefix) == before | {suffix: changed}
+    done = command("rebuild", prefix, "--accept-contents")
+    assert done.code == 0, done
+    assert f"{prefix}{suffix}: rebuilt: " in done.out
+    assert "accepted as it is, under a new checksum" in done.out
+    header = read_header(prefix)
+    (entry,) = header.metadata["accepted"]
+    assert entry["file"] == suffix
+    assert header.metadata["notes"] == ["kept"]
+    assert (header.shard_id.hex() != shard_id) == (column_of(suffix) is None)
+    assert verify_shard(prefix, full=True).ok
+    after = files_of(prefix)
+    for name in (".bin", ".loss.bin", ".seq.bin"):
+        assert after[name] == (changed if name == suffix else before[name])
+    for name in (*SPECS, "late"):  # with their headers, in which the id of the shard stands
+        spec = Shard(prefix).columns[name].spec
+        kept = changed if suffix == f".{name}.col" else before[f".{name}.col"]
+        assert after[f".{name}.col"][spec.header_nbytes :] == kept[spec.header_nbytes :]
+    assert command("rebuild", prefix, "--accept-contents").out.strip().endswith("nothing to do")
+    pack_shard(Shard(prefix), f"{prefix}-3", PackOptions(64), lossy=True)
+
+
+def test_every_accepted_file_is_listed_and_stays_listed(prefix: Path) -> None:
+    for suffix in (".bin", ".score.col"):
+        change(prefix, suffix, *CHANGES[suffix])
+    assert rebuild(prefix, accept_contents=True).whole
+    change(prefix, ".loss.bin", *CHANGES[".loss.bin"])
+    assert rebuild(prefix, accept_contents=True).whole
+    assert [entry["file"] for entry in read_header(prefix).metadata["accepted"]] == [".bin", ".score.col", ".loss.bin"]
+    assert verify_shard(prefix, full=True).ok
+
+
+def test_an_index_that_was_damaged_too_is_made_again(prefix: Path) -> None:
+    before = files_of(prefix)
+    change(prefix, ".bin", *CHANGES[".bin"])
+    change(prefix, ".idx", 40, 99)
+    assert rebuild(prefix, accept_contents=True).whole
+    assert files_of(prefix)[".idx"] == before[".idx"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "at", "value", "rule"),
+    [
+        (".bin", 5, 255, "P9"),
+        (".loss.bin", 0, 3, "P7"),
+        (".loss.bin", 4, 1, "P6"),
+        (".seq.bin", 0, 1, "P2"),
+        (".seq.bin", 5, 1, "P4"),
+        (".score.col", 8, 2, "C1"),
+    ],
+)
+def test_contents_that_break_a_rule_are_not_accepted(prefix: Path, suffix: str, at: int, value: int, rule: str) -> None:
+    change(prefix, suffix, at, value)
+    before = files_of(prefix)
+    refused = command("rebuild", prefix, "--accept-contents")
+    assert (refused.code, f"(rule {rule})" in refused.err) == (1, True), refused
+    assert files_of(prefix) == before
+
+
+def test_a_file_of_another_size_is_not_accepted(prefix: Path) -> None:
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
+    before = files_of(prefix)
+    refused = command("rebuild", prefix, "--accept-contents")
+    assert (refused.code, "(rule F2)" in refused.err) == (1, True), refused
+    assert files_of(prefix) == before
+
+
+def test_the_shard_is_no_longer_taken_for_what_a_job_made(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    assert preprocess(prefix).code == 0
+    again = preprocess(prefix)
+    assert (again.code, "found " in again.out + again.err) == (0, True), again
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    raw[0] ^= 1
+    Path(f"{prefix}.bin").write_bytes(raw)
+    assert rebuild(prefix, accept_contents=True).whole
+    refused = preprocess(prefix)
+    assert (refused.code, "rebuilt with contents that do not have their checksums" in refused.err) == (1, True)

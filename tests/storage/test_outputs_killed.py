@@ -1,0 +1,87 @@
+"""Outputs that are killed at every step: they leave one folder, which the same command takes over, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from kills import killed_at
+from sample_packs import demo_samples, folder_of, write_samples
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.storage.publish import Kind, head_of
+
+OURS = b"ours "
+THING = Kind("a thing of tests", lambda path: head_of(path, len(OURS)) == OURS)
+# Names that unfinished work had before it had a folder; here a user gave them, also to data of ours.
+NOTES = (".out.tmp", ".out.parquet.tmp", "out.tmp", ".out.0123456789abcdef.tmp")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process wrote before it was killed is there, synced or not. Syncing is a step to be killed at still."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def content(path: Path) -> object:
+    """What is at a path: bytes of a file, or of each file in a folder; None for nothing."""
+    if path.is_dir():
+        return {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    return path.read_bytes() if path.exists() else None
+
+
+# ---- conversions ----
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.parametrize("to", ["npy", "pbin", "memmap", "jsonl-chunks", "save_to_disk"])
+def test_a_conversion_killed_at_any_step_is_taken_over(tmp_path: Path, to: str, overwrite: bool) -> None:
+    for name, count in (("before", 3), ("packs", 5)):
+        write_samples(tmp_path / name, demo_samples(count))
+    options = ConvertOptions(lossy=True, overwrite=overwrite)
+
+    def contents_of(source: str) -> object:
+        convert(str(tmp_path / source), tmp_path / "whole" / source, to, options)
+        return content(tmp_path / "whole" / source)
+
+    old, new = contents_of("before") if overwrite else None, contents_of("packs")
+    data = new if isinstance(new, bytes) else b""
+    files = {"out", "out.json"} if to == "npy" else {"out"}  # with the summary for Megatron-Bridge
+    step, found_whole = 0, 0
+    while True:
+        folder = tmp_path / f"{step}"
+        folder.mkdir()
+        out = folder / "out"
+        # Even data of this package, which a rule about names and content would take for a leftover.
+        for name in NOTES:
+            (folder / name).write_bytes(data)
+        if overwrite:
+            convert(str(tmp_path / "before"), out, to, options)
+
+        def work(out: Path = out) -> None:
+            convert(str(tmp_path / "packs"), out, to, options)
+
+        finished = not killed_at(step, work)
+        left = set(folder_of(folder)) - set(NOTES)
+        assert left <= (files if finished else files | {"out.building"})
+        assert content(out) in (old, new)
+        if not finished:
+            if (folder / "out.building" / "done.json").exists():
+                found_whole += 1
+            if content(out) == new and not overwrite and not (folder / "out.building/done.json").exists():
+                with contextlib.suppress(FormatError):  # nothing tells any more that it was killed
+                    work()
+            else:
+                work()
+        assert content(out) == new
+        assert set(folder_of(folder)) == {*files, *NOTES}
+        assert {(folder / name).read_bytes() for name in NOTES} == {data}
+        step += 1
+        if finished:
+            break
+    assert step > 12
+    assert found_whole > 2
