@@ -166,7 +166,7 @@ def test_dtypes_are_kept_or_those_asked_for() -> None:
 
 def test_columns_of_a_pack_are_equally_long() -> None:
     require_same_length("x", 3, input_ids=2, loss_mask=2)
-    with pytest.raises(SequenceError, match="x:3: 2 in input_ids, 3 in loss_mask; they have one entry a token each"):
+    with pytest.raises(SequenceError, match="x:3: 2 in input_ids, 3 in loss_mask; each must have one value per token"):
         require_same_length("x", 3, input_ids=2, loss_mask=3)
 
 

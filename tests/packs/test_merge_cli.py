@@ -30,7 +30,7 @@ def test_a_folder_is_merged_in_the_order_of_its_numbers(tmp_path: Path, capsys: 
     assert_holds(Shard(tmp_path / "m"), demo_samples(8))
     out = capsys.readouterr().out
     assert f"wrote {tmp_path}/m\nshards merged   4\npacks           8\n" in out
-    assert "note            recorded in none of the shards, so not compared: pad id, tokenizer, chat template" in out
+    assert "note            not recorded in any shard, so not compared: pad id, tokenizer, chat template" in out
 
 
 def test_globs_and_names_keep_the_order_of_the_command(tmp_path: Path) -> None:

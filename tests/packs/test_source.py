@@ -43,7 +43,7 @@ def encoder():
 
 @pytest.mark.parametrize("given", [{"x": object()}, {1: 2}, {"x": "\ud800"}])
 def test_variables_that_no_json_holds_are_refused(given):
-    with pytest.raises(FormatError, match="chat_template_kwargs: not what JSON can hold"):
+    with pytest.raises(FormatError, match="chat_template_kwargs: cannot be written as JSON"):
         RowEncoder(EncodingOptions(str(TOKENIZER), template_kwargs=given))
 
 
@@ -237,7 +237,9 @@ def test_a_row_of_more_sequences_than_the_limit_says_so(tmp_path):
     values, files = np.zeros((number, 2), np.uint32), {"files": [{"name": "a"}]}
     write_column(tmp_path / "x", "source", values, per="sequence", metadata=files)
     row = ("inspect", tmp_path / "x", "--row", "a:1", "--limit")
-    assert command(*row, number - 1).out.endswith(f"\nstopped after {number - 1}: --limit says how many\n")
+    assert command(*row, number - 1).out.endswith(
+        f"\nstopped after {number - 1} sequences; raise --limit to see more\n"
+    )
     assert "stopped" not in command(*row, number).out
     assert json.loads(command(*row, 1, "--json").out)["stopped_at_limit"]
 
@@ -320,7 +322,7 @@ def test_weights_of_one_are_none(tmp_path):
     ("given", "code", "message"),
     [
         (["d.jsonl=2"], 1, "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
-        (["a.jsonl=2", "./a.jsonl=2"], 1, "it has a weight already"),
+        (["a.jsonl=2", "./a.jsonl=2"], 1, "already has a weight"),
         (["a.jsonl=2", "a.jsonl=2"], 2, "a.jsonl is given twice"),
         (["a.jsonl"], 2, "expected FILE=WEIGHT"),
         (["a.jsonl=-1"], 1, "expected FILE=WEIGHT"),

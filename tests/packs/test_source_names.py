@@ -156,7 +156,7 @@ def test_one_spelling_is_one_file_in_all_options_of_a_command(tmp_path: Path, mo
     for option, words in ways.items():
         for spelling in ("a.jsonl", "./a.jsonl"):
             refused = preprocess(tmp_path / "x", *inputs, *words(spelling))
-            said = "a.jsonl is the path of here/a.jsonl, and the name of another input; write the whole path"
+            said = "a.jsonl is the path of here/a.jsonl, and also the name of another input; write the whole path"
             assert (refused.code, option in refused.err, said in refused.err) == (1, True, True), refused
         for spelling in ("old/a.jsonl", "old/here/a.jsonl", "/a.jsonl", tmp_path / "old/a.jsonl", "b.jsonl"):
             refused = preprocess(tmp_path / "x", *inputs, *words(spelling))
@@ -212,7 +212,7 @@ def test_a_folder_is_no_name_of_another_file(tmp_path: Path, monkeypatch: pytest
         write_rows(tmp_path / name, [{"prompt": "a?", "completion": "b."}])
     given = (tmp_path / "x", "--input", "math/a.jsonl", "other/math", "--repeat")
     refused = preprocess(*given, "math=2")
-    said = "math is a folder or glob of the input, and the name of another input; write the whole path"
+    said = "math is a folder or glob of the input, and also the name of another input; write the whole path"
     assert (refused.code, said in refused.err) == (1, True), refused
     assert preprocess(*given, "math/=2", "other/math=3").code == 0
 
@@ -238,11 +238,13 @@ def test_no_name_tells_the_folder_of_data_that_a_program_passes(
     assert made("z", mixed, where=[f"source == {path}"]) == [2]
     monkeypatch.chdir(tmp_path / "raw")
     for more in ({"repeat": {"math": 2}}, {"loss_weight": {"math": 2}}, {"where": ["source == math"]}):
-        with pytest.raises(FormatError, match="math is the path of raw/math, and the name of another input"):
+        with pytest.raises(FormatError, match="math is the path of raw/math, and also the name of another input"):
             made("n", ["math", *mixed[1:]], **more)
     # Where they cannot be told apart, the name means neither.
     paths = ["/math", "/out/x.rows-abcd_123/math"]
     assert told_apart(shortest_names(paths)) == ["math (0)", "math (1)"]
-    with pytest.raises(FormatError, match=r"math is any of math \(0\), math \(1\); name one of them"):
+    with pytest.raises(
+        FormatError, match=r"math matches several files: math \(0\), math \(1\); use one of these names"
+    ):
         find_name("math", told_apart(shortest_names(paths)), "x", paths)
     assert not [*tmp_path.glob("n*")]

@@ -200,7 +200,7 @@ def test_options_of_media_go_with_a_processor(tmp_path: Path, processor: Path) -
         tmp_path / "out", "--media-root", tmp_path,
     )  # fmt: skip
     assert outcome.code == 2
-    assert "--media-root goes with --processor" in outcome.err
+    assert "--media-root needs --processor" in outcome.err
     outcome = command(
         "preprocess", "--input", source, "--tokenizer", processor, "--seq-length", 2048, "--output-prefix",
         tmp_path / "out", "--processor", tmp_path,
