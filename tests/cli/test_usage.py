@@ -107,15 +107,15 @@ def test_what_was_meant_is_said(line: str, said: str) -> None:
         ("--input x preprocess", "unknown option --input: options must come after the command"),
         ("--config run.yaml preprocess", "unknown option --config: options must come after the command"),
         ("--verison", "unknown option --verison; did you mean --version?"),
-        ("", "the following arguments are required: <verb>"),
+        ("", "the following arguments are required: <command>"),
     ],
 )
 def test_the_program_itself_says_what_was_meant(line: str, said: str) -> None:
     refused = command(*line.split())
     usage, more, error = refused.err.splitlines()
     assert (refused.code, refused.out) == (2, "")
-    assert usage == "usage: megatron-sft-idx <verb> [options]"
-    assert more == "       megatron-sft-idx --help lists all verbs"
+    assert usage == "usage: megatron-sft-idx <command> [options]"
+    assert more == "       megatron-sft-idx --help lists all commands"
     assert error.startswith("megatron-sft-idx: error: ")
     assert said in error
 
