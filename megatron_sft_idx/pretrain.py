@@ -26,8 +26,8 @@ _PROVIDER = "train_valid_test_dataset_provider"
 
 _DESCRIPTION = """\
 Run a pretraining script of Megatron-LM, such as pretrain_gpt.py or pretrain_hybrid.py, on packed SFT data. The script
-is not edited. Options of this program come before SCRIPT or behind it; everything else is the script's, which takes
---data-path, --split, --seq-length and all others unchanged.
+is not edited. Options of this program can be before or after SCRIPT. All other arguments, such as --data-path, --split
+and --seq-length, are passed to the script unchanged.
 """
 _EXAMPLE = """\
 examples:
@@ -38,11 +38,12 @@ examples:
   eight GPUs:
     torchrun --nproc-per-node 8 -m megatron_sft_idx.pretrain Megatron-LM/pretrain_gpt.py ...
 
-  sequences that are packed as training starts, for a shard of any --seq-length:
+  pack sequences when training starts, for a shard of any --seq-length:
     python -m megatron_sft_idx.pretrain --index-only-packing Megatron-LM/pretrain_gpt.py ...
 
-The flags --sft, --no-create-attention-mask-in-dataloader and --calculate-per-token-loss are needed. Arguments that
-would hang, or train on something else than the shards say, are refused with the remedy.
+The flags --sft, --no-create-attention-mask-in-dataloader and --calculate-per-token-loss are required. Arguments with
+which training would hang, or train on other tokens than the shards define, are rejected, and the message gives the
+remedy.
 """
 
 

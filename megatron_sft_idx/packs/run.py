@@ -458,9 +458,9 @@ def read_window(
     token, sequence, last = int(pack_bounds[0]), int(sequence_offsets[0]), int(sequence_offsets[-1])
     try:
         if not 0 <= sequence <= last <= files.num_sequences:
-            raise ValueError("shard 0, pack 0: sequence offsets of it or of packs behind it leave the file (rule O1)")
+            raise ValueError("shard 0, pack 0: sequence offsets of this or a later pack are outside the file (rule O1)")
         if token < 0 or pack_bounds[-1] > files.num_tokens:
-            raise ValueError("shard 0, pack 0: token offsets of it or of packs behind it leave the file (rule O2)")
+            raise ValueError("shard 0, pack 0: token offsets of this or a later pack are outside the file (rule O2)")
         pack_bounds, sequence_offsets = pack_bounds - token, sequence_offsets - sequence
         bounds = _native.absolute_offsets(sequence_offsets, pack_bounds, files.starts[sequence:last])
     except ValueError as error:

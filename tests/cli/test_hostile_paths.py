@@ -165,7 +165,7 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
                 os.link(read, name.format(slot))
                 outcome = attempt(recipe.argv(None, *replacing(recipe)))
             # What is at the name of a column, and is none, is never replaced, whatever it is.
-            said = ("is both", "which is never replaced", "and is no column")[: 3 if name.endswith(".col") else 1]
+            said = ("used as both", "which is never replaced", "and is no column")[: 3 if name.endswith(".col") else 1]
             if outcome.code != 1 or not any(words in outcome.err for words in said):
                 unknown.append(f"{name.format(slot)} is {read}: {outcome}")
     assert not unknown, "\n".join(unknown)

@@ -53,7 +53,7 @@ def options(verb: str) -> set[str]:
         ("preprocess --output_prefix x", "unknown option --output_prefix; did you mean --output-prefix?"),
         ("preprocess --Seq-Length=8", "unknown option --Seq-Length; did you mean --seq-length?"),
         ("preprocess --qqq", "unknown option --qqq"),
-        ("preprocess --json-keys text", "name the field that holds the turns with --fields messages=NAME"),
+        ("preprocess --json-keys text", "set the name of the field with the turns: --fields messages=NAME"),
         ("preprocess --turns whole", "choose what happens to removed reasoning with --earlier-reasoning"),
         ("preprocess --partitions 4", "write several shards with --output-shards N"),
         ("produce --partitions 4", "--tokens-per-shard N sets the size of a shard"),
@@ -63,7 +63,7 @@ def options(verb: str) -> set[str]:
         ("preprocess --merge-file m", "with --tokenizer PATH"),
         ("preprocess --tokenizer-type SFTTokenizer", "argument --tokenizer-type: 'SFTTokenizer': leave it out; "),
         ("preprocess --tokenizer-type=GPT2BPETokenizer", "its chat template decide"),
-        ("preprocess --split-sentences", "leave it out; text is tokenized as it is"),
+        ("preprocess --split-sentences", "leave it out; text is tokenised unchanged"),
         ("preprocess --dataset-impl mmap", "leave it out; there is one format"),
         ("preprocess --lang english", "leave it out"),
         ("preprocess --find-optimal-num-workers", "leave it out, or set the number of processes with --workers N"),
@@ -74,11 +74,11 @@ def options(verb: str) -> set[str]:
         ("pack x --capacity 8", "with --seq-length N"),
         ("rebuild x --eos-id 8", "pass the id with --eod-id"),
         ("pack x --allow-loss", "--lossy leaves out what the result has no place for"),
-        ("rebuild --input x", "give it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
-        ("rebuild --input-prefix x", "give it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
-        ("merge --input x --output-prefix y", "give it without a flag, as in megatron-sft-idx merge SOURCE..."),
-        ("convert x --output y --to npy", "give it without a flag, as in megatron-sft-idx convert SRC... DST"),
-        ("preprocess --resume", "give the same command again; it continues what was interrupted"),
+        ("rebuild --input x", "pass it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
+        ("rebuild --input-prefix x", "pass it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
+        ("merge --input x --output-prefix y", "pass it without a flag, as in megatron-sft-idx merge SOURCE..."),
+        ("convert x --output y --to npy", "pass it without a flag, as in megatron-sft-idx convert SRC... DST"),
+        ("preprocess --resume", "run the same command again; it continues the interrupted run"),
         ("preprocess --packing sequental", "argument --packing: 'sequental', choose one of auto, "),
         ("preprocess --packing sequental", "; did you mean sequential?"),
         ("convert x y --to parket", "; did you mean parquet?"),
@@ -152,7 +152,7 @@ def test_a_typo_is_told_and_never_completed(verb: str) -> None:
         for typed in sorted(wrong - every)[:3]:
             if typed[2:] not in arguments:
                 said = complaint(verb, f"{typed}=x")
-                assert "did you mean" in said or "give it without a flag" in said, (typed, said)
+                assert "did you mean" in said or "pass it without a flag" in said, (typed, said)
         assert option[:-1] in every or complaint(verb, option[:-1]).startswith(f"unknown option {option[:-1]}")
 
 

@@ -313,14 +313,14 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = ConvertOptions(overwrite=True)
     for target in ("x", "x.bin", "./x", "link/x"):
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
     # Another format has other names, which may be those of the source's files.
     for suffix in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"):
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/link/x{suffix}", "npy", options)
         os.link(tmp_path / f"x{suffix}", tmp_path / "hard")
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/hard", "npy", options)
         (tmp_path / "hard").unlink()
     with pytest.raises(FormatError, match=r"this folder would be replaced, and contains the source"):
@@ -337,7 +337,7 @@ def test_the_masks_of_a_stock_dataset_are_never_written_over(tmp_path: Path) -> 
     for suffix in (".bin", ".idx"):
         (tmp_path / f"stock{suffix}").write_bytes((tmp_path / f"x{suffix}").read_bytes())
     options = ConvertOptions(overwrite=True, reader={"mask_path": tmp_path / "x"})
-    with pytest.raises(FormatError, match=r"is both the destination and --mask-path"):
+    with pytest.raises(FormatError, match=r"used as both the destination and --mask-path"):
         convert(str(tmp_path / "stock"), str(tmp_path / "x"), "sft-idx", options)
     assert five_files(tmp_path / "x") == before
 

@@ -139,7 +139,7 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, "."):
         with pytest.raises(FormatError, match="every one has an index of its own"):
             create_raw_index(folder)
-    with pytest.raises(FormatError, match="is both the index and the file to be indexed"):
+    with pytest.raises(FormatError, match="used as both the index and the file to be indexed"):
         create_raw_index(listed.rename(tmp_path / "rows.idx"), overwrite=True)
     (tmp_path / "rows.idx").rename(listed)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.json", "rows.jsonl.gz"]

@@ -384,5 +384,5 @@ def test_the_place_of_the_column_is_taken(tmp_path, suffix):
         *("pack", tmp_path / "x", "--seq-length", 2048, "--output-prefix", tmp_path / "y"),
         *("--summary", tmp_path / "y.source.col"),
     )
-    assert (said.code, "is both" in said.err) == (1, True), said
+    assert (said.code, "used as both" in said.err) == (1, True), said
     assert not list(tmp_path.glob("y*"))

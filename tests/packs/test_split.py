@@ -233,7 +233,7 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     packs = demo_samples(6)
     name = output_prefix("x", 1, 3)
     write_samples(tmp_path / name, packs, capacity=64)
-    with pytest.raises(FormatError, match="is both the output and "):
+    with pytest.raises(FormatError, match="used as both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
     with pytest.raises(FormatError, match=r"x-00001-of-00003.*exist already"):
