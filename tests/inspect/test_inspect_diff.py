@@ -70,7 +70,7 @@ def test_one_changed_mask_bit_is_found_and_named(
     ]
     outcome = command("inspect", tmp_path / "here", "--diff", tmp_path / "there")
     assert outcome.code == 1
-    assert "one was changed after it was written" in outcome.out
+    assert "one of them was changed after it was written" in outcome.out
     assert f"pack {pack}, sequence {sequence}, token {at - packs[pack].starts[sequence]} (position {at}" in outcome.out
 
 

@@ -311,7 +311,7 @@ def test_an_unpublished_file_that_went_away_is_told_before_anything_is_renamed(
     unpublished.unlink()
     if replaced:
         unpublished.write_bytes(b"of somebody else")
-    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed or replaced while it was written"):
+    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed or replaced while it was being written"):
         writer.finalize()
     assert tree_of(tmp_path) == before
     assert folder_of(tmp_path) == WHOLE
