@@ -323,7 +323,7 @@ def _show_row(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.
     nothing = f"{shard.prefix}: no sequence was made from {arguments.row}"
     if selected is not None and not named and (left_out := sum(1 for _ in find_row(shard, *origin))):
         value["left_out"] = left_out
-        nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, but left out by --where"
+        nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, all left out by --where"
         nothing += f" {' --where '.join(arguments.where)}"
     _print_result(arguments, value, lines or [nothing])
     return 0 if named else 1

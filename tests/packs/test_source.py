@@ -220,7 +220,7 @@ def test_a_place_that_is_none(repeated, place):
     said = command("inspect", repeated, "--row", place)
     expected = (
         "a file and a line of it, such as a.jsonl:1",
-        "no input file matches c.jsonl; there are a.jsonl, b.jsonl",
+        "no input file matches c.jsonl; the input files are a.jsonl, b.jsonl",
     )
     assert (said.code, expected[place == "c.jsonl:1"] in said.err) == (1, True), said
 
@@ -321,7 +321,7 @@ def test_weights_of_one_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("given", "code", "message"),
     [
-        (["d.jsonl=2"], 1, "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
+        (["d.jsonl=2"], 1, "no input file matches d.jsonl; the input files are a.jsonl, b.jsonl, c.jsonl"),
         (["a.jsonl=2", "./a.jsonl=2"], 1, "already has a weight"),
         (["a.jsonl=2", "a.jsonl=2"], 2, "a.jsonl is given twice"),
         (["a.jsonl"], 2, "expected FILE=WEIGHT"),
@@ -343,7 +343,10 @@ def test_a_name_that_two_files_have_is_no_name(tmp_path):
     some = [write_rows(tmp_path / folder / "a.jsonl", [ROW]) for folder in ("less", "more")]
     for option in ("--loss-weight", "--repeat"):
         said = preprocess(tmp_path / "x", "--input", *some, option, "a.jsonl=2")
-        assert (said.code, "a.jsonl is any of less/a.jsonl, more/a.jsonl; name one" in said.err) == (1, True), said
+        assert (said.code, "a.jsonl matches several files: less/a.jsonl, more/a.jsonl; use one" in said.err) == (
+            1,
+            True,
+        ), said
     for number, name in enumerate((some[1], "more/a.jsonl", tmp_path / "more")):
         done = preprocess(tmp_path / f"x{number}", "--input", *some, "--loss-weight", f"{name}=2")
         assert done.code == 0, done
@@ -368,7 +371,10 @@ def test_some_sources_are_packed(tmp_path):
         assert (packing["where"], packing["left_out"]) == (["source != b.jsonl"], 30)
     other = ("--where", "source==d.jsonl", "--seq-length", 2048, "--output-prefix", tmp_path / "none")
     refused = command("pack", tmp_path / "x", *other)
-    assert (refused.code, "no input file matches d.jsonl; there are a.jsonl, b.jsonl" in refused.err) == (2, True)
+    assert (refused.code, "no input file matches d.jsonl; the input files are a.jsonl, b.jsonl" in refused.err) == (
+        2,
+        True,
+    )
     refused = weighted(tmp_path, *other)
     assert (refused.code, "no input file matches d.jsonl" in refused.err) == (1, True), refused
 

@@ -157,7 +157,7 @@ def test_a_copy_keeps_no_file_that_another_command_changes(
         return found
 
     monkeypatch.setattr(transfer, "_compare", compare_and_replace)
-    with pytest.raises(FormatError, match=r"another command wrote here meanwhile; run this one again|exist already"):
+    with pytest.raises(FormatError, match=r"another command wrote to this prefix|already exist|exist already"):
         copy_shard(shard, target)
     monkeypatch.undo()
     assert len(Shard(target)) == 3
@@ -347,7 +347,7 @@ def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(st
     failed = preprocess(
         tmp_path, "--output-prefix", f"{store}/x", "--staging", tmp_path / "staging", *arguments
     )  # fmt: skip
-    assert (failed.code, "x-00001-of-00003.bin exist already" in failed.err) == (1, True), failed
+    assert (failed.code, "x-00001-of-00003.bin already exist" in failed.err) == (1, True), failed
     left = re.findall(rf"megatron-sft-idx copy (\S+) {store}/x(-\S+)", failed.err)
     assert [suffix for _, suffix in left] == ["-00001-of-00003", "-00002-of-00003"]
     foreign.unlink()
@@ -373,6 +373,6 @@ def test_a_store_that_is_named_wrongly_is_no_local_folder(
 def test_destinations_that_cannot_be(shard: str, tmp_path: Path) -> None:
     write_samples(tmp_path / "there/train", demo_samples(2))
     two = (shard, tmp_path / "there/train")
-    assert "one prefix for 2 shards; end it with /" in command("copy", *two, tmp_path / "x").err
+    assert "a single prefix, but there are 2 shards; end it with /" in command("copy", *two, tmp_path / "x").err
     assert "two of the shards have the name train" in command("copy", *two, f"{tmp_path}/out/").err
     assert not (tmp_path / "out").exists()

@@ -235,8 +235,8 @@ def test_of_a_pair_both_sequences_are_taken_or_none(tmp_path: Path) -> None:
         ("f8", [1, math.nan], "pack 1, sequence 0: --loss-weight-column w: the weight is nan"),
         ("f8", [math.inf, 1], "pack 0, sequence 0: --loss-weight-column w: the weight is inf"),
         ("f8", [1, 1e300], r"the weight is 1e\+300, expected a number of 0 or more that fits into float32"),
-        ("f8", [1, 1e-300], "float32 rounds 1 times 1e-300 to 0; give another weight"),
-        ("f4", [1, 1e-30], "float32 rounds 1e-30 times 1e-30 to 0; give another weight"),
+        ("f8", [1, 1e-300], "1 times 1e-300 becomes 0 in float32; use another weight"),
+        ("f4", [1, 1e-30], "1e-30 times 1e-30 becomes 0 in float32; use another weight"),
         ("i1", [-1, 1], "pack 0, sequence 0: --loss-weight-column w: the weight is -1"),
     ],
 )
@@ -244,7 +244,7 @@ def test_weights_that_cannot_be_are_refused_with_their_place(
     dtype: str, values: list[float], said: str, tmp_path: Path
 ) -> None:
     with ShardWriter(tmp_path / "x", mask_dtype=np.float32, durable=False) as writer:
-        for mask in (1, 1e-30 if said.startswith("float32 rounds 1e-30") else 1):
+        for mask in (1, 1e-30 if said.startswith("1e-30 times") else 1):
             writer.add_pack([1, 2, 3], [mask, 0, 0], [0])
     for name, per in (("w", "sequence"), ("p", "pack")):
         write_column(tmp_path / "x", name, np.array(values, dtype), per=per)
@@ -372,7 +372,7 @@ def test_inspect_searches_selected_sequences_only(tmp_path: Path) -> None:
     # A row that was only left out was made into sequences.
     row = ("inspect", tmp_path / "x", "--row")
     left_out = command(*row, "a:1", "--where", "score > 2", "--where", "score > 3")
-    said = "a:1: 4 sequences, left out by --where score > 2 --where score > 3\n"
+    said = "a:1: 4 sequences, all left out by --where score > 2 --where score > 3\n"
     assert (left_out.code, left_out.out) == (1, said)
     assert json.loads(command(*row, "a:1", "--where", "score > 3", "--json").out)["left_out"] == 4
     none = command(*row, "a:3", "--where", "score > 3")
@@ -385,14 +385,14 @@ def test_inspect_searches_selected_sequences_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("rank == 40000", "the column is int16, expected a whole number from -32768 to 32767"),
-        ("rank == 1.5", "the column is int16, expected a whole number"),
+        ("rank == 40000", "the column has dtype int16; the value must be a whole number from -32768 to 32767"),
+        ("rank == 1.5", "the column has dtype int16; the value must be a whole number"),
         ("quality > 70000", "the number does not fit into float16, it would become inf"),
-        ("score == good", "the column is float32, expected a number"),
+        ("score == good", "the column has dtype float32; the value must be a number"),
         ("score = 1", "expected 'NAME OP VALUE'"),
         ("source < a/t.jsonl", "a file can only be compared with == or !="),
         ("source == t.jsonl", "t.jsonl matches several files: a/t.jsonl, b/t.jsonl; use one of these names"),
-        ("source == c.jsonl", "no input file matches c.jsonl; there are a/t.jsonl, b/t.jsonl"),
+        ("source == c.jsonl", "no input file matches c.jsonl; the input files are a/t.jsonl, b/t.jsonl"),
         ("nope == 1", "has no column nope; it has grade, kind, lw, quality, rank, score, source, tw, wide"),
     ],
 )

@@ -92,7 +92,7 @@ def test_files_and_rows_make_the_bytes_of_the_command(
 
 
 def test_a_set_has_no_order(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="inputs: a set, expected paths, an iterable of rows"):
+    with pytest.raises(FormatError, match="inputs: expected paths, an iterable of rows"):
         preprocess({"a.jsonl", "b.jsonl"}, output_prefix=tmp_path / "x", **USUAL)
 
 
@@ -106,7 +106,7 @@ def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_file(tmp_path: Pa
     assert run_command(tmp_path / "there/x", "--input", tmp_path / "dataset-0").code == 0
     preprocess(saved, output_prefix=tmp_path / "here/x", **USUAL)
     assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
-    with pytest.raises(FormatError, match=r"inputs: a DatasetDict, expected .* one split of a dataset"):
+    with pytest.raises(FormatError, match=r"inputs: expected .* one split of a dataset, .* found DatasetDict"):
         preprocess(datasets.DatasetDict(train=saved), output_prefix=tmp_path / "other", **USUAL)
     streamed = saved.to_iterable_dataset()
     assert streamed_names(preprocess_to(tmp_path / "stream", [streamed, {"more": streamed}])) == ["dataset-0", "more"]

@@ -177,7 +177,7 @@ def test_paths_begin_at_the_input_or_at_the_root_and_do_not_leave_it(tmp_path: P
         (outside, root, 1, "is not in"),
         (whole, (), 0, ""),
         (whole, root, 1, "is not in"),
-        (beside, ("--media-root", tmp_path / "missing"), 2, "no such folder"),
+        (beside, ("--media-root", tmp_path / "missing"), 2, "folder not found"),
     ):
         outcome = cli(tmp_path, processor, source, *given, "--overwrite")
         assert outcome.code == code, outcome

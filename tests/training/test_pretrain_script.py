@@ -228,7 +228,7 @@ def test_the_same_command_goes_on_by_itself(
     assert script.whole_steps(tmp_path / "other") == [2, 5]
     # Now it is the other way round.
     assert not run(script, later).losses
-    assert f"--load {tmp_path} 4: --save is continued\n" in capsys.readouterr().out
+    assert f"--load {tmp_path} at step 4: resuming from --save\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_the_same_command_goes_on_by_itself(
         (4, 4, [4], "save"),
         (5, 4, [5, 9], "save"),
         (10, 9, [10], "save"),
-        (3, 4, [3, 6, 10], "4.* would overwrite the checkpoint of 6 steps in --save save; .* write 10 to"),
+        (3, 4, [3, 6, 10], "4 would overwrite the checkpoint of step 6 in --save save; .* write 10 to"),
         (None, 4, [5], "save"),
     ],
 )
