@@ -58,11 +58,11 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
     ) -> None:
         path = os.fspath(bin_path)
         if multimodal:
-            raise FormatError(f"{path}: packed SFT shards have no sequence modes; pass multimodal=False")
+            raise FormatError(f"{path}: multimodal=True, but packed SFT shards have no sequence modes; pass False")
         if not path.endswith(".bin") or path.endswith((".loss.bin", ".seq.bin")):
-            raise FormatError(f"{path}: expected the path of the token file, which ends in .bin")
+            raise FormatError(f"{path}: expected the path of the token file, PREFIX.bin")
         if (prefix := ShardPaths.of(path).prefix) != path[: -len(".bin")] or ShardPaths.of(prefix).prefix != prefix:
-            raise FormatError(f"{path}: the prefix must not end like one of the five files; choose another name")
+            raise FormatError(f"{path}: a prefix that itself ends like one of the five files; choose another name")
         self.dtype = dtype
         self.multimodal = False
         self.writer = ShardWriter(
@@ -108,12 +108,10 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
 
     def end_document(self) -> NoReturn:
         """Not supported: every pack is one document."""
-        self._refuse("end_document", "every pack is one document, which ends with add_pack")
+        self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
 
     def _refuse(self, method: str, reason: str) -> NoReturn:
-        raise FormatError(
-            f"{self.writer.prefix}: {method} is not supported for packed SFT data: {reason}; use add_pack"
-        )
+        raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
 
     def add_index(self, path_prefix: str) -> None:
         """Append all packs of another shard. Its files must match the checksums in its header.
@@ -127,8 +125,8 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         shard = Shard(path_prefix)
         if shard.header.token_dtype != np.dtype(self.dtype):
             raise FormatError(
-                f"{path_prefix}: tokens are {shard.header.token_dtype}, but this builder writes"
-                f" {np.dtype(self.dtype)}; open the builder with the same dtype"
+                f"{path_prefix}: tokens are {shard.header.token_dtype}, this builder writes {np.dtype(self.dtype)};"
+                " open the builder with the same dtype"
             )
         self.writer.add_shard(shard)
 
@@ -136,7 +134,5 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         """Write the indexes and publish the shard. ``idx_path``, if given, must be ``PREFIX.idx``."""
         expected = self.writer.prefix + ".idx"
         if idx_path is not None and os.path.abspath(idx_path) != os.path.abspath(expected):
-            raise FormatError(
-                f"{idx_path}: the index must have the same prefix as the other files, {expected}; leave idx_path out"
-            )
+            raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")
         return self.writer.finalize()

@@ -127,11 +127,11 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         """Open the shard. The arguments are those of the constructor."""
         if multimodal:
             raise FormatError(
-                f"{path_prefix}: packed SFT shards have no sequence modes; pass multimodal=False. Images and audio are"
-                " in ds[i]['media']"
+                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"
+                " audio are in ds[i]['media']"
             )
         if object_storage_config and not is_remote(path_prefix):
-            raise FormatError(f"{path_prefix}: this is a local path; leave out the object storage configuration")
+            raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
         name = backend or ("mmap" if mmap else "pread")
         read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)
