@@ -163,7 +163,7 @@ def test_several_named_tables_are_told_apart(tmp_path: Path) -> None:
         ([one, {"dataset-0": other}], "two data sets have the name 'dataset-0'"),
         *(({name: one}, "expected a name for a data set") for name in ("", "a/b", "..", 7, "a\nb", "x" * 201)),
         ({"one": one, "messages": []}, "put a single row into a list"),
-        ([one, PLAIN[0]], "a dict among inputs"),
+        ([one, PLAIN[0]], "tables or lists of rows, found dict"),
         ([one, "-"], "reads all input from the pipe"),
     ):
         with pytest.raises(FormatError, match=reason):

@@ -203,9 +203,9 @@ def test_a_row_that_makes_several_sequences_gives_its_value_to_each(tmp_path: Pa
     ("value", "said"),
     [
         (300, "rank is 300, which does not fit into int8, a whole number from -128 to 127"),
-        (1.5, "rank is 1.5, which int8 does not hold"),
+        (1.5, "rank is 1.5, which does not fit into int8"),
         ("seven", "rank is 'seven', expected a finite number to store as int8"),
-        (None, "the row has no rank, which --keep-field stores"),
+        (None, "the row has no value for rank, which --keep-field stores"),
         ([7], "rank is a list, expected a finite number"),
         ({"a": 1}, "rank is a dict, expected a finite number"),
     ],
@@ -217,7 +217,7 @@ def test_a_value_that_does_not_fit_is_a_bad_row(value: Any, said: str, tmp_path:
     assert (refused.code, f"rows.jsonl:4: {said}" in refused.err) == (1, True), refused
     del given[3]["rank"]
     refused = preprocess(tmp_path / "x", "--keep-field", "rank=int8", rows=given)
-    assert (refused.code, "rows.jsonl:4: the row has no rank" in refused.err) == (1, True), refused
+    assert (refused.code, "rows.jsonl:4: the row has no value for rank" in refused.err) == (1, True), refused
     done = preprocess(tmp_path / "x", "--keep-field", "rank=int8", "--on-bad-row", "skip", rows=given)
     assert done.code == 0, done
     assert sorted(rank for *_, rank in kept(tmp_path / "x", "rank")) == [0, 1, 2, 4, 5]
@@ -312,7 +312,7 @@ def test_a_field_that_cannot_be_kept_is_wrong_usage(field: str, said: str, tmp_p
 def test_conditions_and_weights_need_a_column_before_anything_is_read(tmp_path: Path) -> None:
     for words, said in (
         (("--where", "score > 1"), "has no column score; it has source"),
-        ((*KEEP, "--where", "rank == 40000"), "expected a whole number from -32768 to 32767"),
+        ((*KEEP, "--where", "rank == 40000"), "the value must be a whole number from -32768 to 32767"),
         (("--loss-weight-column", "score"), "has no column score; it has source"),
         (("--loss-weight-column", "source"), "column source has 2 values per row"),
     ):
