@@ -215,7 +215,7 @@ def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (None, r"t: has no column note; it has .*; .*s has one; a merged shard can only have columns that"),
+        (None, r"t: has no column note; it has .*, but .*s has one; a merged shard can only have columns that"),
         (
             ColumnSpec("pack", "f4"),
             r"t: column note is float32 x 1 .*, but in .*s it is uint16 x 2 .*, aligned with lab",
@@ -238,10 +238,10 @@ def test_columns_that_do_not_go_together_are_refused_and_left_out_with_leave(
         merge(sources[::-1], tmp_path / "x", durable=False)
     assert not list(tmp_path.glob("x.*"))
     report = merge(sources, tmp_path / "x", lossy=True, durable=False)
-    assert [said for said in report.notes if said.startswith("column note left out (--lossy):  ")]
+    assert [said for said in report.notes if said.startswith("column note left out (--lossy): ")]
     assert list(Shard(tmp_path / "x").columns) == ["source"]
     done = command("merge", *map(str, sources), "--output-prefix", str(tmp_path / "y"), "--lossy")
-    assert "note            column note left out (--lossy):  " in done.out
+    assert "note            column note left out (--lossy): " in done.out
 
 
 def test_metadata_that_all_have_stay_and_others_are_said(tmp_path: Path) -> None:
