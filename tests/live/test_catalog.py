@@ -148,7 +148,7 @@ def test_limits_that_are_wrong_are_named(catalog, change, said):
 
 def test_another_version_is_an_error_of_its_own(catalog):
     Path(catalog.folder, "_END.json").write_text('{"version": 2, "shards": "as text"}')
-    with pytest.raises(UnsupportedVersionError, match="format version 2, this package reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="format version 2, but this package reads 1"):
         catalog.end()
 
 
