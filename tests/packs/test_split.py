@@ -324,7 +324,7 @@ def test_it_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: Path) -
         cut(tmp_path / "x", tmp_path / "p", shards=3)
     cut(tmp_path / "x", tmp_path / "p", shards=3, overwrite=True)
     write_samples(tmp_path / "x", demo_samples(7), capacity=64, overwrite=True)
-    with pytest.raises(FormatError, match="exist already|already exist"):
+    with pytest.raises(FormatError, match=r"exist already|already exist"):
         cut(tmp_path / "x", tmp_path / "p", packs=3)
     cut(tmp_path / "x", tmp_path / "p", packs=3, overwrite=True)
     assert_holds(Shard(prefixes[1]), demo_samples(7)[3:6])
