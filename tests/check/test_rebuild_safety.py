@@ -150,7 +150,7 @@ def test_a_link_in_the_place_of_the_building_folder_is_refused(tmp_path: Path, t
     (tmp_path / "x.idx").unlink()
     (tmp_path / "notes").write_bytes(b"notes")
     (tmp_path / "x.building").symlink_to(target)
-    with pytest.raises(FormatError, match=r"x\.building: a symbolic link is here"):
+    with pytest.raises(FormatError, match=r"x\.building: a symbolic link exists at the path"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert (tmp_path / "notes").read_bytes() == b"notes"
 

@@ -177,7 +177,7 @@ def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
     path = made(b'{"a":1}\n')
     os.mkfifo(tmp_path / "pipe")
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match="pipe: a FIFO is here, expected a raw index or nothing"):
+        with pytest.raises(FormatError, match="pipe: expected a raw index or nothing, found a FIFO"):
             create_raw_index(path, tmp_path / "pipe", overwrite=overwrite)
     with pytest.raises(FormatError, match="pipe: no such file"):
         create_raw_index(tmp_path / "pipe", tmp_path / "x.idx")

@@ -270,7 +270,7 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     assert five_files(tmp_path / "store/x") == five_files(shard)
     assert not (tmp_path / "staging").exists()
     assert names(tmp_path / "store") == {"x" + suffix for suffix in SUFFIXES}
-    with pytest.raises(FormatError, match="a shard is here"):
+    with pytest.raises(FormatError, match="a shard already exists"):
         output.prepare()
     Destination(f"{store}/x", staging=str(tmp_path / "staging"), overwrite=True).prepare()
 

@@ -270,7 +270,7 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    with pytest.raises(FormatError, match="another writer"):
+    with pytest.raises(FormatError, match="another process is writing"):
         ShardWriter(tmp_path / "x", overwrite=True)
     writer.add_pack([3, 4], [1, 0], [0])
     writer.finalize()

@@ -121,7 +121,7 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
                         writer.add_pack([number] * 3, [0] * 3, [0])
                 winners.append(number)
             except Exception as error:
-                if not isinstance(error, FormatError) or "another writer" not in str(error):
+                if not isinstance(error, FormatError) or "another process is writing" not in str(error):
                     surprises.append(error)
 
     threads = [threading.Thread(target=build, args=(number,)) for number in range(8)]
@@ -215,7 +215,7 @@ def test_a_removed_lock_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "open", open_then_finish)
     second.append(ShardWriter(tmp_path / "x", durable=False, overwrite=True))
-    with pytest.raises(FormatError, match="another writer"):
+    with pytest.raises(FormatError, match="another process is writing"):
         ShardWriter(tmp_path / "x", overwrite=True)
     second.pop().abandon()
     assert len(Shard(tmp_path / "x")) == 1
@@ -239,7 +239,7 @@ def test_what_is_in_the_place_of_the_building_folder_and_is_no_folder_is_refused
 ) -> None:
     put(tmp_path / "x.building")
     for attempt in (ShardWriter, find_remains, recover, partial(ShardWriter, overwrite=True)):
-        with pytest.raises(FormatError, match=r"x\.building: .* is here"):
+        with pytest.raises(FormatError, match=r"x\.building: .* exists at the path"):
             attempt(tmp_path / "x")
     assert folder_of(tmp_path) == ["x.building"]
 

@@ -746,7 +746,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
         Building.take(f"{tmp_path}/x", shared=True) as other,
     ):
         assert other.holds({"work": "one"})
-        with pytest.raises(FormatError, match="another writer"):
+        with pytest.raises(FormatError, match="another process is writing"):
             Building.take(f"{tmp_path}/x")
     with Building.take(f"{tmp_path}/x") as second:
         assert second.holds({"work": "one"})
@@ -793,7 +793,7 @@ def test_a_fork_only_closes_it(tmp_path: Path) -> None:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert folder_of(tmp_path / "x.building") == [".bin", "build.json", "lock"]
-    with pytest.raises(FormatError, match="another writer"):
+    with pytest.raises(FormatError, match="another process is writing"):
         Building.take(f"{tmp_path}/x")
     work.stage([".bin"], {})
     work.complete()

@@ -282,7 +282,7 @@ def test_a_document_replaces_only_its_kind(tmp_path: Path, name: str) -> None:
     path.unlink()
     (tmp_path / "mine").write_bytes(first)
     path.symlink_to(tmp_path / "mine")
-    with pytest.raises(FormatError, match="a symbolic link is here"):
+    with pytest.raises(FormatError, match="found a symbolic link"):
         write(tmp_path)
     assert (path.is_symlink(), (tmp_path / "mine").read_bytes()) == (True, first)
     assert not [entry for entry in path.parent.iterdir() if ".tmp" in entry.name]
