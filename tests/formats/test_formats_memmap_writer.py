@@ -213,7 +213,7 @@ def test_a_folder_with_files_of_others_is_kept(tmp_path: Path) -> None:
     with MemmapShardWriter(tmp_path / "y", 1, 4, 2) as late:
         late.write_bin(**GOOD)
         (tmp_path / "y" / "mine").write_text("x")
-        with pytest.raises(FormatError, match="holds mine, a file of 1 bytes"):
+        with pytest.raises(FormatError, match="found mine, a file of 1 bytes"):
             late.finalize()
     assert (folder_of(tmp_path / "x"), folder_of(tmp_path / "y")) == (["mine"], ["mine"])
     assert folder_of(tmp_path) == ["x", "y"]
