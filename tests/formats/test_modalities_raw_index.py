@@ -181,7 +181,7 @@ def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
             create_raw_index(path, tmp_path / "pipe", overwrite=overwrite)
     with pytest.raises(FormatError, match="pipe: no such file"):
         create_raw_index(tmp_path / "pipe", tmp_path / "x.idx")
-    with pytest.raises(FormatError, match="pipe: neither a file nor a folder"):
+    with pytest.raises(FormatError, match=r"pipe: .* neither a file nor a folder"):
         len(RawRows(path, tmp_path / "pipe"))
 
 
