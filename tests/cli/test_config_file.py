@@ -306,7 +306,7 @@ def test_help_is_shown_whatever_the_file_is(here: Path) -> None:
     [
         ("seed: 1\nsequence-lenght: 4", "run.yaml:2: unknown option 'sequence-lenght'"),
         ("seq-lenght: 4", "run.yaml:1: unknown option 'seq-lenght'; did you mean seq-length?"),
-        ("json-keys: [text]", "run.yaml:1: unknown option 'json-keys': name the field"),
+        ("json-keys: [text]", "run.yaml:1: unknown option 'json-keys': set the name of the field"),
         ("max_seq_length: 4", "run.yaml:1: unknown option 'max_seq_length': set the number of token positions"),
         ("config: x.yaml", "run.yaml:1: config: only allowed on the command line"),
         ("help: true", "run.yaml:1: help: only allowed"),

@@ -165,7 +165,7 @@ def test_bad_template(tmp_path, kind):
 
 # arguments that are wrong by themselves: exit code 2
 USAGE = {
-    "no verb": ((), "verb"),
+    "no verb": ((), "command"),
     "unknown command": (("prepare",), "prepare"),
     "no input": (("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"), "--input"),
     "capacity zero": (("--seq-length", "0"), "--seq-length"),
@@ -185,7 +185,7 @@ USAGE = {
     "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "levels deep"),
     "date not a date": (("--template-date", "tomorrow"), "tomorrow"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
-    "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
+    "summary without a folder": (("--summary", "missing/summary.json"), "the folder missing does not exist"),
     "summary is a folder": (("--summary", "."), "expected the path of a file, found a folder"),
     "unknown option": (("--quick",), "--quick"),
 }
