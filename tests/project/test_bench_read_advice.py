@@ -81,7 +81,7 @@ def test_where_it_does_not_first_epochs_count() -> None:
     found = {MMAP: runs(1000, 50_000), RANDOM: runs(1500, 1500)}
     advice = recommend(report_of(found, memory=GIB // 2))
     assert advice.setting == RANDOM
-    assert "every epoch reads the disk" in advice.reasons[0]
+    assert "every epoch reads from the disk" in advice.reasons[0]
     assert any("1,500 packs/s instead of 1,000 in the first epoch" in reason for reason in advice.reasons)
 
 
@@ -106,7 +106,7 @@ def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
     advice = recommend(report)
     assert advice.setting == PREAD
     assert any("the default, mmap, does not work here: Operation not permitted" in reason for reason in advice.reasons)
-    assert "mmap     refused: Operation not permitted" in "\n".join(reading_lines(report, advice))
+    assert "mmap     failed: Operation not permitted" in "\n".join(reading_lines(report, advice))
 
 
 def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
