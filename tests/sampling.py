@@ -28,5 +28,5 @@ def sample(items: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def with_fewer_examples(whole: settings) -> settings:
-    """A quarter of the examples of a property test, but 15 or all it has."""
-    return settings(whole, max_examples=max(min(whole.max_examples, 15), whole.max_examples // 4))
+    """A tenth of the examples of a property test, but at least five, or all if it has fewer."""
+    return settings(whole, max_examples=max(min(whole.max_examples, 5), whole.max_examples // 10))
