@@ -160,10 +160,10 @@ def environment(name: str, found: Path, *packages: str, alone: str | None = None
     return python
 
 
-def run_tests(what: str, python: Path, files: list[str]) -> str:
+def run_tests(what: str, python: Path, arguments: list[str]) -> str:
     """What pytest came to, in a line; the first word says whether it is good."""
     print(what, flush=True)
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", *files]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", *arguments]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     last = ""
@@ -186,7 +186,7 @@ def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
         # What is not there fails here: its tests would be skipped, and the line would still be a good one.
         names = ["megatron-core", "torch", *filter(None, [bridge])]
         asked = subprocess.run([python, "-c", VERSIONS_OF, *names], capture_output=True, text=True, check=True)
-        yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, files)
+        yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, ["-m", "not cloud", *files])
 
 
 def against_trainers(pythons: dict[str, Path]) -> Iterator[str]:
