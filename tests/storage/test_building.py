@@ -104,7 +104,7 @@ def killed_states(folder: Path, *, replaces: bool) -> Iterator[tuple[int, bool]]
 
 @pytest.mark.parametrize("finisher", FINISHERS)
 @pytest.mark.parametrize("replaces", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_build_and_its_recovery_may_be_killed_at_any_step(
     tmp_path: Path, replaces: bool, finisher: str, stride: int
 ) -> None:

@@ -81,7 +81,7 @@ def end_of_fork(work) -> int:
     return os.waitpid(child, 0)[1]
 
 
-@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_step_of_what_changes_the_folder(case, prefix, stride):
     for step in range(0, 200, stride):
         at = prefix.parent.with_name(f"step-{step}") / "x"

@@ -133,7 +133,7 @@ def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(got - wanted) / wanted for got, wanted in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("processes", ["alone", "together"])
+@pytest.mark.parametrize("processes", ["alone", pytest.param("together", marks=pytest.mark.slow)])
 def test_loss_curves_are_the_same_from_every_form_of_the_data(
     processes: str, alone: dict[str, Curve], request: pytest.FixtureRequest
 ) -> None:
@@ -154,7 +154,7 @@ def test_other_rows_give_another_curve(script: ModuleType, data: Path, alone: di
     assert difference(other.losses, alone["shard"].losses) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("processes", ["alone", "together"])
+@pytest.mark.parametrize("processes", ["alone", pytest.param("together", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_with_the_same_batches(
     processes: str, whole: Curve, request: pytest.FixtureRequest
 ) -> None:
@@ -348,7 +348,12 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
             r"pretrain_sft.py: error: --hidden-size \d+ is not a multiple of --num-.*",
             marks=pytest.mark.slow,
         ),
-        (["--micro-batch-size", "0"], 2, r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*"),
+        pytest.param(
+            ["--micro-batch-size", "0"],
+            2,
+            r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--load", "nowhere"],
             2,
