@@ -167,7 +167,8 @@ def environment(name: str, found: Path, *packages: str, alone: str | None = None
 def run_tests(what: str, python: Path, arguments: list[str]) -> str:
     """Run pytest and return the result as one line. Its first word shows success or failure."""
     print(what, flush=True)
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", *arguments]
+    options = ["-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
+    command = [python, "-m", "pytest", *options, *arguments]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     last = ""
