@@ -161,6 +161,7 @@ EXPRESSIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_expressions_are_answered_as_transformers_answers_them(expression: str) -> None:
     head = "{% set x = 'words' %}{% set n = 3 %}{% set d = {'a': {'b': 'c'}} %}"

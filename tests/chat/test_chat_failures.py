@@ -70,6 +70,7 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
 
 
 # Endless templates run for seconds, each a dozen times.
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "endless")) for name in BAD_ROWS]
 )

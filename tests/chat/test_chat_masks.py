@@ -284,6 +284,7 @@ MARKED_VARIANTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MARKED_VARIANTS)
 def test_markers_are_taken_as_they_stand(name: str) -> None:
     source = MARKED_VARIANTS[name]

@@ -189,6 +189,7 @@ METHODS = sorted(
 )
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(("kind", "name"), METHODS)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -280,7 +281,7 @@ def test_comparisons_are_those_of_plain_jinja(operands: list[Any], operators: li
 # ---- paid for before anything large is made ----
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(len(MULTIPLYING), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(len(MULTIPLYING), marks=pytest.mark.slow)])
 def test_no_argument_makes_a_template_take_much(count: int) -> None:
     command = [sys.executable, HERE / "endless_templates.py", "multiplying", str(count)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
@@ -416,6 +417,7 @@ BENIGN = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 50, 5000])
 @pytest.mark.parametrize("letters", ["word, <a>\n", "\u4e2d\u6587 "])
 def test_what_ordinary_templates_do_to_long_conversations_passes(count: int, letters: str) -> None:

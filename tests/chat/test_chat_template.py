@@ -166,6 +166,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_what_templates_look_up_themselves_is_what_the_sandbox_answers(expression: str) -> None:
     class AskingEnvironment(TemplateEnvironment):

@@ -82,6 +82,7 @@ def require_same_in_any_order(source: str, rows: Sequence[Conversation]) -> set[
     return set(itertools.chain.from_iterable(fresh))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("before", "condition"), [*(("", one) for one in WORDS), *AROUND], ids=lambda some: str(some)[-40:]
 )

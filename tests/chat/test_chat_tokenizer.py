@@ -73,6 +73,7 @@ def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded]) 
 
 
 # For the other kinds "auto" is "tokenizers"; see the test of the classes that gigatoken supports.
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "auto") for kind in zoo.FAST), *((kind, "tokenizers") for kind in zoo.KINDS)]
 )

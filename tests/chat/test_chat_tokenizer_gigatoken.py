@@ -92,6 +92,7 @@ def characters(step: int) -> list[str]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", zoo.FAST)
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_character_of_unicode_is_tokenised_the_same(kind: str, step: int) -> None:
@@ -299,6 +300,7 @@ def test_loading_and_encoding_import_nothing_large() -> None:
     assert found.stdout.decode().strip() == "set()"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("piece", ["a", "é", "<", "abcdefg"])
 def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(tmp_path: Path, piece: str) -> None:
     long = (piece * 30_000)[:30_000]

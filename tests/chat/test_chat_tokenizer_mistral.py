@@ -52,6 +52,7 @@ def forgotten() -> Any:
     ours.cache_clear()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_ids_are_those_of_mistral_common(name: str, count: int) -> None:
@@ -93,6 +94,7 @@ CHATS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("chat", CHATS)
 def test_a_rendered_chat_has_the_ids_of_their_own_encoding(name: str, chat: str) -> None:

@@ -201,12 +201,14 @@ def differences(kind: str, texts: list[str]) -> list[str]:
 ONLY_WHOLE = ("suffix",)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_every_kind_of_text_has_the_ids_of_the_original(kind: str, count: int) -> None:
     assert differences(kind, list(probe(count, seed=1))) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ONLY_WHOLE])
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_control_tokens_are_found_first_and_the_rest_is_the_original(kind: str, count: int) -> None:

@@ -43,7 +43,7 @@ def named(read: str) -> list[Path]:
     return [path for path in (Path(read), *(Path(read + suffix) for suffix in SUFFIXES), *columns) if path.exists()]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("text", READING)
 @pytest.mark.parametrize("above", [False, True], ids=["the name", "a folder above it"])
 def test_input_whose_name_is_not_utf8(world: World, text: str, above: bool) -> None:
@@ -84,7 +84,7 @@ def test_a_run_goes_on_whose_input_is_not_utf8(world: World, text: str) -> None:
         assert "other input" not in again.err
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="no file here that cannot be read")
 @pytest.mark.parametrize("text", READING)
 def test_input_that_the_disk_does_not_give_back(world: World, text: str) -> None:
@@ -112,7 +112,7 @@ def test_input_that_the_disk_does_not_give_back(world: World, text: str) -> None
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", [text for text in RECIPES if "[" in text or "create" in text])
 def test_a_disk_that_is_full(text: str, full_world: World) -> None:
     """The system's error, from any call, becomes a message with the name of a file, and nothing is left behind."""

@@ -164,6 +164,7 @@ def run(prefix: Path, source: Path, *options: object) -> Any:
     return command("preprocess", "--input", source, *given, *options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("levels", DEPTHS)
 @pytest.mark.parametrize("form", ["lines", "array"])
 def test_deep_rows_of_json_are_bad_rows(form: str, levels: int, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_deep_rows_of_json_are_bad_rows(form: str, levels: int, tmp_path: Path) 
     assert not [*tmp_path.glob("y*")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_survives_deep_rows(workers: int, tmp_path: Path) -> None:
     (source := tmp_path / "rows.jsonl").write_text("\n".join(lines_with(600)), encoding="utf-8")
@@ -194,6 +196,7 @@ def test_a_worker_survives_deep_rows(workers: int, tmp_path: Path) -> None:
     assert refused.err.count("\n") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("levels", DEPTHS)
 def test_deep_rows_of_python_are_bad_rows(levels: int, tmp_path: Path) -> None:
     rows = [GOOD, *rows_with(deep(levels)).values(), GOOD]
@@ -212,6 +215,7 @@ def nest(array: pa.Array, levels: int) -> pa.Array:
     return array
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("levels", DEPTHS)
 def test_deep_text_of_tables_is_a_bad_row(kind: str, levels: int, tmp_path: Path) -> None:
@@ -242,6 +246,7 @@ def write_table(path: Path, kind: str, table: pa.Table) -> None:
         writer.write_table(table)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("levels", [30, 59, 60, 61, 63, 64, 80, 90])
 def test_deep_fields_of_tables_are_read_or_refused(levels: int, tmp_path: Path) -> None:
     """Parquet can be nested deeper than the Arrow streams that are sent to workers."""

@@ -28,6 +28,7 @@ def test_no_type_is_missing() -> None:
     assert missing <= _NOT_MADE
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_types_cannot_be_written(kind: str) -> None:
     """The number of tested types is checked, so that no type is left out without notice."""
@@ -35,6 +36,7 @@ def test_few_types_cannot_be_written(kind: str) -> None:
     assert len(made) > (750 if kind == "parquet" else 1100)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_all_types_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
     compared = 0
@@ -51,6 +53,7 @@ def test_columns_of_all_types_are_read_as_they_are(kind: str, tmp_path: Path) ->
     assert compared > 100
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_all_types_change_nothing(kind: str, tmp_path: Path) -> None:
     plain = pa.table({"messages": pa.array(chats())})
