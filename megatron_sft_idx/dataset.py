@@ -135,11 +135,13 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         """Open the shard. See the constructor for the arguments."""
         if multimodal:
             raise FormatError(
-                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"
-                " audio are in ds[i]['media']"
+                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False, and read images and"
+                " audio from ds[i]['media']"
             )
         if object_storage_config and not is_remote(path_prefix):
-            raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
+            raise FormatError(
+                f"{path_prefix}: object storage is configured, but this is a local path; leave the configuration out"
+            )
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
         name = backend or ("mmap" if mmap else "pread")
         read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)

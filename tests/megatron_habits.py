@@ -145,7 +145,7 @@ WRITTEN = [
     Habit("--data-path {}/chats.seq.idx", data=None),
     Habit("--data-path {}/chats.bin", data=None),
     Habit("--data-path {}/shards", data=None),
-    Habit("--data-path {}/empty", "refused", "holds no shard", data=None),
+    Habit("--data-path {}/empty", "refused", "contains no shard", data=None),
     Habit("--data-path {}/stock", "refused", "pretrain:{}/stock", data=None),
     Habit("--data-path {}/stock.bin", "refused", "pretrain:{}/stock", data=None),
     Habit("--data-path {}/stock.idx", "refused", "pretrain:{}/stock", data=None),
@@ -154,7 +154,7 @@ WRITTEN = [
     Habit("--data-path {}/packs.npy", "refused", "megatron-sft-idx convert {}/packs.npy", data=None),
     Habit("--data-path {}/arrow", "refused", "megatron-sft-idx preprocess --input {}/arrow", data=None),
     Habit("--data-path {}/jsonls", "refused", "megatron-sft-idx preprocess --input '{}/jsonls/*.jsonl'", data=None),
-    Habit("--data-path {}/tokenizer", "refused", "holds no shard", data=None),
+    Habit("--data-path {}/tokenizer", "refused", "contains no shard", data=None),
     Habit("--data-path somebody/chats", "refused", "somebody/chats", data=None),
     # separate data per split, and data from files
     Habit("--train-data-path {}/chats", "refused", "--split 1,0,0", data=None),

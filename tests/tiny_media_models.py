@@ -462,7 +462,7 @@ def wrongly_trained(case: Case) -> dict[str, float]:
         "boundaries ignored": case.difference(ignored),
     }
     if hasattr(case.model.model, "get_rope_index"):
-        wrong["positions of the text alone"] = case.difference(case.batches("flattened", TextPositions(step)))
+        wrong["positions of the text only"] = case.difference(case.batches("flattened", TextPositions(step)))
     return wrong
 
 

@@ -206,8 +206,8 @@ class MaskOptions:
             self.train_on_thinking and self.train_on_tool_calls and self.earlier_reasoning != "split"
         ):
             raise FormatError(
-                "--train-on markers trains exactly what the markers enclose: leave out --no-train-on-thinking,"
-                " --no-train-on-tool-calls and --earlier-reasoning split"
+                "--train-on markers trains on exactly the text that the markers enclose: leave out"
+                " --no-train-on-thinking, --no-train-on-tool-calls and --earlier-reasoning split"
             )
         if self.template_date is not None:
             try:

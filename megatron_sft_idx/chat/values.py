@@ -194,7 +194,7 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
             value = parse_json(value.encode())
         except ValueError as error:
             reason = clause_of(error).replace("of the row", "of the text")
-            value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
+            value = Undecoded(value.field, f"has the type JSON, but is {reason}", "write it as JSON, or as a string")
     if in_whole and isinstance(value, Undecoded):
         raise _ReadAsWholeError(value)
     return value

@@ -236,7 +236,7 @@ class RankState(Record):
         if bool(self.open_shards) != bool(self.open_packs):
             return "open_packs", self.open_packs, "more than 0 where a group is open, else 0"
         if self.packs_of_items < 0:
-            return "packs", self.packs, "those of the open group at least"
+            return "packs", self.packs, "at least the items of the open group"
         return None
 
     @property
@@ -271,17 +271,17 @@ class RankState(Record):
         """Return why a rank set up as ``other`` cannot resume from this state, as a clause; "" if it can.
 
         >>> RankState(Deal(size=2), rank=0).difference(RankState(Deal(size=4), rank=0))
-        'data-parallel size 2, and here it is 4'
+        'data-parallel size 2, but this run has 4'
         """
         for what, mine, others in (
             ("rank", self.rank, other.rank),
             ("data-parallel size", self.deal.size, other.deal.size),
             ("micro-batch size", self.batch_rows, other.batch_rows),
-            ("rows in a step", self.step_rows, other.step_rows),
+            ("rows per step", self.step_rows, other.step_rows),
             ("window", self.deal.window, other.deal.window),
         ):
             if mine != others:
-                return f"{what} {mine}, and here it is {others}"
+                return f"{what} {mine}, but this run has {others}"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def states_from_json(contents: Sequence[Any]) -> list[RankState]:
     content_of_deal = deal = None
     for content in contents:
         if not isinstance(content, dict):
-            raise FormatError(f"{_STATE}: found {type(content).__name__}, expected what state_dict() returned")
+            raise FormatError(f"{_STATE}: expected the result of state_dict(), found {type(content).__name__}")
         require_version(_STATE, content, STATE_VERSION)
         if deal is None or content.get("deal") != content_of_deal:
             content_of_deal = content.get("deal")
@@ -348,8 +348,8 @@ def dealt_anew(states: Sequence[RankState], size: int, window: int) -> Deal:
     none_touched = max(none_touched, len(deal.leftovers))  # leftovers stay leftovers
     if none_touched - all_touched > _MOST_SKIPPED:
         raise FormatError(
-            f"{_STATE}: one rank is {none_touched - all_touched} items ahead of another, so these are no states of one"
-            " run"
+            f"{_STATE}: one rank is {none_touched - all_touched} items ahead of another, so the states are from"
+            " different runs"
         )
     untouched: list[Item] = []
     for number in range(all_touched, none_touched):
@@ -370,21 +370,20 @@ def _shards(item: Item) -> tuple[int, ...]:
 def _of_one_step(states: Sequence[RankState]) -> list[RankState]:
     """Return the states by rank. FormatError: they do not belong to all ranks of one job at one step."""
     if not states:
-        raise FormatError(f"{_STATE}: an empty list; give the states of all data-parallel ranks of one checkpoint")
+        raise FormatError(f"{_STATE}: an empty list; pass the states of all data-parallel ranks of one checkpoint")
     states = sorted(states, key=lambda state: state.rank)
     first, ranks = states[0], [state.rank for state in states]
     if len(ranks) != first.deal.size or ranks != list(range(first.deal.size)):
         raise FormatError(
-            f"{_STATE}: states of ranks {ranks[:20]}, expected one of each of the {first.deal.size} data-parallel ranks"
-            " of one checkpoint"
+            f"{_STATE}: states of ranks {ranks[:20]}, expected one state for each of the {first.deal.size}"
+            " data-parallel ranks of one checkpoint"
         )
     shared = ("deal", "generation", "batch_rows", "step_rows", "rows")
     for state in states:
         if any(getattr(state, name) != getattr(first, name) for name in shared):
             raise FormatError(
-                f"{_STATE}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
-                f" {state.rows} rows, epochs {first.deal.epoch} and {state.deal.epoch}); give the states of one"
-                " checkpoint"
+                f"{_STATE}: ranks {first.rank} and {state.rank} are at different steps ({first.rows} and {state.rows}"
+                f" rows, epochs {first.deal.epoch} and {state.deal.epoch}); pass the states of one checkpoint"
             )
     return states
 

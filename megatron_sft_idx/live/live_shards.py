@@ -139,7 +139,7 @@ class LiveShards(Shown, ABC):
             FormatError: shards of this kind have no columns.
             ShardNotFoundError: the shard lacks one of the columns.
         """
-        raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have none; leave them out")
+        raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have no columns; leave them out")
 
     def name(self, number: int) -> str:
         """Return the name of a shard in log messages."""

@@ -95,8 +95,8 @@ def check_free(
         try:
             _require_shard(paths, replaced)
         except FormatError:
-            remedy = "move away what is here"
-        raise FormatError(f"{paths.prefix}: {names} exist already; choose another prefix, or {remedy}")
+            remedy = "move these files away"
+        raise FormatError(f"{paths.prefix}: {names} already exist; choose another prefix, or {remedy}")
     if not any_file:
         _require_shard(paths, replaced)
     for suffix in replaced:
@@ -274,8 +274,7 @@ class Publication:
         if appeared := [suffix for suffix in replaced if replaced[suffix] != self._replaced.get(suffix)]:
             names = ", ".join(paths.prefix + suffix for suffix in appeared)
             raise FormatError(
-                f"{paths.prefix}: {names} exist already, which were not there when this was begun; choose another"
-                " prefix"
+                f"{paths.prefix}: {names} were created by someone else in the meantime; choose another prefix"
             )
         if not self._any_file:
             _require_shard(paths, replaced)  # a new file may have got the inode of a file that was removed since
@@ -395,7 +394,7 @@ def publish_outputs(
         raise
     for number in missing:
         if (prefix := shards[number].prefix) != job.output and not is_set_aside(prefix):
-            raise FormatError(f"{prefix}: another command wrote here meanwhile; run this one again")
+            raise FormatError(f"{prefix}: another command wrote here in the meantime; run this one again")
     ends = (paths.prefix.removeprefix(job.output) for paths in shards)
     job.complete([end for end in ends if end and is_set_aside(job.output + end)])
     job.finish()

@@ -220,7 +220,7 @@ class Shard(Shown):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
+                raise ValueError(f"{self.prefix}: slice step {step} is not supported; use step 1")
             return [self[i] for i in range(start, stop)]
         files = self._files or self.files
         i = operator.index(index)
@@ -272,8 +272,8 @@ class Shard(Shown):
         end = stop if length is None else start + offset + operator.index(length)
         if offset < 0 or not start + offset <= end <= stop:
             raise IndexError(
-                f"{self.prefix}: offset {offset}, length {length} reach outside pack {index},"
-                f" which has {stop - start} tokens"
+                f"{self.prefix}: offset {offset} and length {length} exceed pack {index}, which has {stop - start}"
+                " tokens"
             )
         tokens = files.tokens[start + offset : end]
         return tokens.copy() if self._copy else tokens
@@ -288,8 +288,8 @@ class Shard(Shown):
         itemsize = files.header.token_dtype.itemsize
         if offset < 0 or nbytes < 0 or offset + nbytes > files.num_tokens * itemsize:
             raise IndexError(
-                f"{self._paths.tokens}: {nbytes} bytes at offset {offset} reach outside the file, which has"
-                f" {files.num_tokens * itemsize}"
+                f"{self._paths.tokens}: {nbytes} bytes at offset {offset} exceed the file, which has"
+                f" {files.num_tokens * itemsize} bytes"
             )
         first = offset // itemsize
         raw = files.tokens[first : -(-(offset + nbytes) // itemsize)].view(np.uint8)
@@ -329,7 +329,7 @@ class Shard(Shown):
         offsets, longest = self.token_offsets, self.header.longest_pack
         lengths = np.diff(offsets)
         if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
-            reason = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
+            reason = f"token offsets give it {lengths[wrong[0]]} tokens, expected 1 to {longest}"
             raise self.files.pack_error(f"shard 0, pack {wrong[0]}: {reason} (rule O2)")
         return offsets
 
@@ -368,7 +368,7 @@ class Shard(Shown):
         """Ask the kernel to read packs ``[start, stop)`` in the background. IndexError: a pack does not exist."""
         files = self.files
         if not 0 <= start <= stop <= files.num_packs:
-            raise IndexError(f"{self.prefix}: packs {start} to {stop}, there are {files.num_packs}")
+            raise IndexError(f"{self.prefix}: packs {start} to {stop} requested, but there are {files.num_packs}")
         first, last = self._token_span(start, stop)
         if first < last:
             announce(Extents([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
@@ -408,16 +408,18 @@ class Shard(Shown):
     def _normalise(self, files: OpenFiles, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
         if not 0 <= i < files.num_packs:
-            raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
+            raise IndexError(f"{self.prefix}: there is no pack {index}; the shard has {files.num_packs}")
         return i
 
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """Return the error about the offsets of pack ``i``."""
         first, last = files.token_range_of(i)
-        reason = f"token offsets {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
+        reason = f"token offsets are {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
         if 0 <= first < last <= files.num_tokens:
             first, last = files.sequence_range_of(i)
-            reason = f"sequence offsets {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
+            reason = (
+                f"sequence offsets are {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
+            )
         return self.files.pack_error(f"shard 0, pack {i}: {reason}")
 
 
@@ -436,7 +438,7 @@ def checked_packs(
     packs = indices.astype(np.int64)  # before the sum below, which could overflow a narrower dtype
     packs[packs < 0] += total
     if (outside := (packs < 0) | (packs >= total)).any():
-        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+        raise IndexError(f"{prefix}: there is no pack {indices[outside][0]}; the number of packs is {total}")
     return packs
 
 

@@ -32,7 +32,7 @@ from megatron_sft_idx.storage.progress import Advance
 # Called with the current paths of the files by their final paths. It raises an error to keep them unpublished.
 Check = Callable[[Mapping[str, str]], None]
 
-_CHANGED = "; its folder says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
+_CHANGED = "; the build was complete, so the file has changed since: build the shard again with overwrite (--overwrite)"
 _Decoded = TypeVar("_Decoded")
 
 
@@ -171,7 +171,9 @@ def complete_header(prefix: str | ShardPaths) -> Header:
         sizes[paths.media_items], sizes[paths.media_data] = (media.nbytes, items), (media.data_nbytes, items)
     for path, (nbytes, header_path) in sizes.items():
         if (actual := _nbytes(present_name(path))) != nbytes:
-            detail = f"file has {actual} bytes, expected {nbytes} by the header of {header_path}{_CHANGED}"
+            detail = (
+                f"the file has {actual} bytes, expected {nbytes} according to the header of {header_path}{_CHANGED}"
+            )
             raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
     return header
 

@@ -86,8 +86,8 @@ def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
     padded_lengths = -(-lengths // sequence_multiple) * sequence_multiple
     if (used := int(padded_lengths.sum())) > length:
         raise FormatError(
-            f"a pack of {used} positions, with sequences rounded up to multiples of {sequence_multiple}, does not fit a"
-            f" row of {length}; make rows longer, or pack again for this length"
+            f"a pack has {used} positions with sequences rounded up to multiples of {sequence_multiple}, but a row has"
+            f" {length}; use longer rows, or pack again for this length"
         )
     new_starts = np.cumsum(padded_lengths) - padded_lengths
     places = np.arange(len(ids)) + np.repeat(new_starts - starts, lengths)
@@ -103,8 +103,8 @@ def _require_binary(mask: NDArray[Any]) -> None:
     """Raise FormatError if a loss mask has weights other than 0 and 1."""
     if has_weights(mask):
         raise FormatError(
-            "a loss mask has weights other than 0 and 1, which this trainer would round; train with Megatron, or with"
-            " as_torch and weighted_loss (docs/transformers.md)"
+            "a loss mask has weights other than 0 and 1, which this trainer does not support; train with Megatron, or"
+            " with as_torch and weighted_loss (docs/transformers.md)"
         )
 
 
@@ -170,7 +170,7 @@ class ShardSequences(Shown, Dataset[Any]):
         """
         total = self.shards.num_sequences
         if not -total <= index < total:
-            raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, the shards have {total}")
+            raise IndexError(f"{self.shards.prefixes[0]}: there is no sequence {index}; the shards have {total}")
         index %= total
         before = self.shards.sequences_before
         number = int(np.searchsorted(before, index, side="right")) - 1
@@ -226,7 +226,7 @@ class VerlDataset(ShardSequences):
         del tokenizer, processor
         config = {} if config is None else config
         if (pad_mode := config.get("pad_mode", "no_padding")) != "no_padding":
-            raise FormatError(f"data.pad_mode={pad_mode}: sequences come without padding; leave the option out")
+            raise FormatError(f"data.pad_mode={pad_mode}: sequences are returned without padding; leave the option out")
         source = parquet_files if isinstance(parquet_files, str | os.PathLike) else [*map(str, parquet_files)]
         options = {name: bool(config.get(name, False)) for name in ("loss_weights", "ignore_media")}
         super().__init__(source, **options)
@@ -283,7 +283,8 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
     ) -> None:
         if seq_length < 1 or sequence_multiple < 1 or seq_length % sequence_multiple:
             raise FormatError(
-                f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: rows are a multiple, from 1 on"
+                f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: seq_length must be a multiple,"
+                " and both at least 1"
             )
         self.shards = _text_shards(source, ignore_media)
         _require_rows(self.shards, seq_length, sequence_multiple)
@@ -388,8 +389,8 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         own = self.state_dict()
         if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
             raise FormatError(
-                f"{self.shards.prefixes[0]}: the checkpoint is of a run with {changed[0]} {state.get(changed[0])}, and"
-                f" this one has {own[changed[0]]}: packs would come twice or never"
+                f"{self.shards.prefixes[0]}: the checkpoint is from a run with {changed[0]} {state.get(changed[0])},"
+                f" but this run has {own[changed[0]]}, so packs would be repeated or lost; use the same value"
             )
         self._taken = int(state["taken"])
 

@@ -67,8 +67,9 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
         context_parallel = getattr(context.pg_collection, "cp", None)
         if context_parallel is not None and context_parallel.size() > 1:
             raise FormatError(
-                f"{self.path}: with context parallelism, Megatron-Bridge wants sequences stored with padding, which"
-                " shards are not; make Parquet of them (convert --to parquet --pad-seq-to-mult, docs/bridge.md)"
+                f"{self.path}: with context parallelism, Megatron-Bridge needs sequences that are stored with padding,"
+                " but shards have none; convert them to Parquet (convert --to parquet --pad-seq-to-mult,"
+                " docs/bridge.md)"
             )
         train = self._packs(self.path, context)
         valid = None if self.validation_path is None else self._packs(self.validation_path, context)
@@ -129,8 +130,8 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
         """Return the data sets for training and validation, and None; Bridge calls this on every rank."""
         if self.dataloader_type not in ("single", "cyclic"):
             raise FormatError(
-                f"dataloader_type {self.dataloader_type!r}: a micro-batch of packs with images is one row; use 'cyclic'"
-                " or 'single'"
+                f"dataloader_type {self.dataloader_type!r}: micro-batches of packs with images have one row; use"
+                " 'cyclic' or 'single'"
             )
         context_parallel = getattr(context.pg_collection, "cp", None)
         parts = 1 if context_parallel is None else context_parallel.size()

@@ -107,7 +107,7 @@ def check_media_options(media: Any, ignore_media: bool) -> None:
     if media is None:
         return
     if ignore_media:
-        raise FormatError("media and ignore_media exclude each other: batches carry images and audio, or they do not")
+        raise FormatError("media and ignore_media cannot be combined: batches either contain images and audio, or not")
     if isinstance(media, type) or not callable(media) or hasattr(media, "from_pretrained"):
         raise FormatError(f"media: {brief(media)}, expected MediaInputs(FOLDER), keep_items or another media step")
 
@@ -121,7 +121,7 @@ def run_step(step: MediaStep, batch: MediaBatch, taken: Iterable[str]) -> dict[s
     if not isinstance(made, dict):
         raise FormatError(f"media: the step returned {brief(made)}, expected a dictionary")
     if replaced := sorted(made.keys() & {*taken}):
-        raise FormatError(f"media: the step returned {replaced[0]!r}, which the batch has already; rename it")
+        raise FormatError(f"media: the step returned {replaced[0]!r}, which is already in the batch; rename it")
     return made
 
 
@@ -245,26 +245,30 @@ class MediaInputs(Shown):
             )
             replaced, num_tokens = made["text_replacement_offsets"][0], len(made["input_ids"][0])
         except Exception as error:  # whatever its own code raises
-            raise FormatError(f"{loaded.name} does not take the items of a batch: {brief(str(error))}") from error
+            raise FormatError(f"{loaded.name} rejects the items of a batch: {brief(str(error))}") from error
         self._require_same_positions(batch, replaced)
         tensors = {name: values for name, values in made.items() if name not in _TEXT_OUTPUTS}
         for name, values in tensors.items():
             is_whole = isinstance(values, Tensor) and not values.is_floating_point()
             if is_whole and values.shape[:2] == (1, num_tokens):
-                raise FormatError(f"{loaded.name} makes {name} for each token of a text, which batches cannot have")
+                raise FormatError(
+                    f"{loaded.name} returns {name} for each token of a text, which batches do not support"
+                )
         return tensors
 
     def _decoded(self, item: BatchItem) -> Any:
         if item.kind not in self._loaded.placeholders:
-            raise FormatError(f"{self._loaded.name} takes no {item.kind}; take the processor of the shard")
+            raise FormatError(
+                f"{self._loaded.name} does not support {item.kind}; use the processor that the shard was made with"
+            )
         try:
             if item.kind == "image":
                 return decoded_image(item.data)
             return decoded_recording(item.data, self._loaded.sampling_rate)
         except ValueError as error:
             raise FormatError(
-                f"{item.kind} at position {item.start} of row {item.row}: {error}; verify --full finds files that were"
-                " damaged since the shard was made"
+                f"{item.kind} at position {item.start} of row {item.row}: {error}; find files that were damaged since"
+                " the shard was made with verify --full"
             ) from None
 
     def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
@@ -285,15 +289,15 @@ class MediaInputs(Shown):
                 position = start + int(found[0])
                 kind = kinds[int(batch.tokens[row, position])]
                 raise FormatError(
-                    f"position {position} of row {row}: {self._loaded.placeholders[kind]!r}, at which the model looks"
-                    f" for {kind}, and none is there: a text spells it, as with --allow-control-tokens; tokenize it"
-                    " without, or leave it out"
+                    f"position {position} of row {row}: the placeholder {self._loaded.placeholders[kind]!r} has no"
+                    f" {kind}, because the text contains it (possible with --allow-control-tokens); tokenize the row"
+                    " without that option, or leave it out"
                 )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
         """Raise FormatError if the processor produces more or fewer positions for an item than the shard has."""
         if len(replaced) != len(batch.items):
-            raise FormatError(f"{self._loaded.name} replaced {len(replaced)} placeholders of {len(batch.items)}")
+            raise FormatError(f"{self._loaded.name} replaced only {len(replaced)} of {len(batch.items)} placeholders")
         for item, each in zip(batch.items, replaced, strict=True):
             ids = self._loaded.ids[item.kind]
             own = batch.tokens[item.row, item.start : item.start + item.length]
@@ -301,8 +305,8 @@ class MediaInputs(Shown):
             expected = sum(each["replacement"].count(token) for token in ids.values())
             if found != expected or not found:
                 raise FormatError(
-                    f"{item.kind} at position {item.start} of row {item.row}: {self._loaded.name} makes {expected}"
-                    f" positions of it, the shard has {found}; take the processor that the shard was made with"
+                    f"{item.kind} at position {item.start} of row {item.row}: {self._loaded.name} expands it to"
+                    f" {expected} positions, but the shard has {found}; use the processor that the shard was made with"
                 )
 
     def _mrope(self, batch: MediaBatch, made: Mapping[str, Any]) -> Tensor:
@@ -361,8 +365,8 @@ class _Loaded(NamedTuple):
         if config is None:
             if not isinstance(processor, (str, os.PathLike)) or not (Path(processor) / "config.json").is_file():
                 raise FormatError(
-                    f"{brief(processor)}: no folder with a config.json of the model, which says how positions are"
-                    " counted; pass model_config=FOLDER of the model, or its configuration"
+                    f"{brief(processor)}: no config.json of the model in this folder, which is needed to count"
+                    " positions; pass model_config=FOLDER of the model, or its configuration"
                 )
             config = processor
         if isinstance(processor, (str, os.PathLike)):
@@ -371,7 +375,7 @@ class _Loaded(NamedTuple):
             config = load_from_folder("configuration", transformers.AutoConfig, os.fspath(config))
         placeholders = placeholders_of(processor)
         if not placeholders:
-            raise FormatError(f"{type(processor).__name__}: takes neither images nor audio")
+            raise FormatError(f"{type(processor).__name__}: supports neither images nor audio")
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
         model = _model_class(transformers, config)
         _require_known_inputs(model)
@@ -393,16 +397,18 @@ class _Loaded(NamedTuple):
             if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in known
         ]
         if missing:
-            raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
+            raise FormatError(f"get_rope_index of the model needs {missing[0]}, which is not supported")
         try:
             found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
         except Exception as error:  # whatever its own code raises
             raise FormatError(
                 f"get_rope_index of the model fails with {', '.join(name for name in wanted if name in known)}, which"
-                f" are all that is known here: {brief(str(error))}"
+                f" are all supported arguments: {brief(str(error))}"
             ) from error
         if found.ndim != 3 or len(found) != 3:
-            raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
+            raise FormatError(
+                f"get_rope_index of the model returned positions of shape {[*found.shape]}, expected [3, ...]"
+            )
         by_sequence: Tensor = found.transpose(0, 1)
         return by_sequence
 
@@ -425,8 +431,8 @@ def _require_known_inputs(model: Any) -> None:
     names = ["token_type_ids"] if hasattr(model, "get_rope_index") else ["token_type_ids", "mm_token_type_ids"]
     if found := [name for name in names if name in taken]:
         raise FormatError(
-            f"{model.__name__}: its attention is not causal inside images, which it is told by {found[0]}; packed rows"
-            " cannot say that, so such models are not trained here"
+            f"{model.__name__}: its attention is not causal inside images (it needs {found[0]}), which packed rows"
+            " cannot express; such models are not supported"
         )
 
 
@@ -437,8 +443,8 @@ def _require_attention(config: Any) -> None:
     others += [name for name in vars(text) if name.startswith("mamba")][:1]
     if others:
         raise FormatError(
-            f"{type(config).__name__}: has {others[0]}, and in such layers of transformers the sequences of a packed"
-            " row would see each other; such models are not trained here"
+            f"{type(config).__name__}: has layers of the type {others[0]}, in which the sequences of a packed row"
+            " would see each other in transformers; such models are not supported"
         )
 
 
@@ -454,8 +460,8 @@ def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> Non
         names = getattr(part, "model_input_names", [])
         if names and not any(name in taken for name in names):
             raise FormatError(
-                f"{model.__name__} takes no {names[0]}, which {type(processor).__name__} makes; pass the configuration"
-                " of the model that the processor belongs to, of Qwen-Omni its thinker_config"
+                f"{model.__name__} does not accept {names[0]}, which {type(processor).__name__} returns; pass the"
+                " configuration of the model that the processor belongs to (for Qwen-Omni, its thinker_config)"
             )
 
 

@@ -51,7 +51,7 @@ _IGNORED = -100
 # The remedy in the error message for a shard with one of these columns.
 _REMEDIES = {
     "pair": "pass preferences=True and use dpo_loss (docs/preferences.md)",
-    "label": "use BatchAssembler with columns=['label'] and a loss that takes it (docs/preferences.md)",
+    "label": "use BatchAssembler with columns=['label'] and a loss that needs this column (docs/preferences.md)",
 }
 
 
@@ -128,8 +128,9 @@ class WeightedPacks(Shown):
                 each = sizes / self._shares
             if (needed := float(each.max()) * (1 - 1e-12)) > _MOST_PACKS:
                 raise FormatError(
-                    f"{_name(members[int(each.argmax())])}: with this blend weight, every pack would"
-                    f" come once in {needed:.2g} packs, at most {_MOST_PACKS:,} fit; raise it, or pass num_packs"
+                    f"{_name(members[int(each.argmax())])}: with this blend weight, {needed:.2g} packs are needed to"
+                    f" use each pack once, but at most {_MOST_PACKS:,} are supported; raise the weight, or pass"
+                    " num_packs"
                 )
             num_packs = math.ceil(needed)
         if not 1 <= num_packs <= _MOST_PACKS:
@@ -182,9 +183,9 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         if layout == "flash" and media is not None:
             # LlavaModel, for example, passes the boundaries to the image encoder too, and its attention would use them.
             raise FormatError(
-                "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
-                " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
-                " position_ids"
+                "layout 'flash' cannot be combined with media, because some models also pass cu_seq_lens_q to their"
+                " image encoder, which then mixes up images; use 'flattened', in which flash attention finds the"
+                " sequences through position_ids"
             )
         self.packs, self.layout, self.media = packs, layout, media
         self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
@@ -236,7 +237,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         else:
             if has_weights(mask):
                 raise FormatError(
-                    f"pack {index}: its loss mask has weights other than 0 and 1, which labels have no place for; pass"
+                    f"pack {index}: its loss mask has weights other than 0 and 1, which labels cannot represent; pass"
                     " loss_weights=True and use training.losses.weighted_loss"
                 )
             tensors["labels"] = torch.full_like(ids, _IGNORED)
@@ -383,16 +384,16 @@ def as_torch(
         <TorchPacks padded, pad_to_multiple_of=8: 28 packs of 21 of data/chats and 7 of data/chats>
     """
     if layout not in get_args(Layout):
-        raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
+        raise FormatError(f"unknown layout {layout!r}; choose one of {', '.join(get_args(Layout))}")
     if pad_to_multiple_of < 1:
-        raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
+        raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number of at least 1")
     columns = ("pair",) if preferences else ()
     takes_media = ignore_media or media is not None
     packs: Packs
     if isinstance(source, Sequence) and any(_is_weight(each) for each in source):
         packs = _blended(source, num_packs, columns, takes_media)
     elif num_packs is not None:
-        raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
+        raise FormatError("num_packs: only for a blend, a list with a weight before each path; leave it out")
     else:
         packs = _opened(source, columns)
         _require_trainable([packs], columns, takes_media)
@@ -429,7 +430,7 @@ def _blended(
     weights, members = source[::2], source[1::2]
     alternate = len(weights) == len(members) and all(map(_is_weight, weights)) and not any(map(_is_weight, members))
     if not alternate:
-        raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
+        raise FormatError(f'source: {brief(source)}, expected a weight before each path: [0.8, "a", 0.2, "b"]')
     opened = [_opened(each, columns) for each in members]
     _require_trainable(opened, columns, takes_media)
     return WeightedPacks(opened, weights, num_packs)
@@ -486,7 +487,7 @@ def _files_of(packs: Any) -> Iterator[tuple[str, Header | PackedReader]]:
     Files of formats that store neither columns nor a tokenizer are omitted. So are packs of unknown classes.
     """
     if isinstance(packs, TorchPacks | WeightedPacks):
-        raise FormatError(f"source: {packs!r}, which as_torch has made; pass what it was made of")
+        raise FormatError(f"source: {packs!r} is already a result of as_torch; pass its original source")
     if isinstance(packs, Subset):
         yield from _files_of(packs.dataset)
     elif isinstance(packs, ConcatDataset):

@@ -83,7 +83,7 @@ def bridge_vlm_batch(
     """
     for name, value in (("sequence_multiple", sequence_multiple), ("length", length)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} {value}: expected a whole number from 1")
+            raise ValueError(f"{name} {value}: expected a whole number of at least 1")
     _require_complete(batch)
     visual = _visual_inputs(batch)
     starts, lengths = _sequences(batch)
@@ -130,7 +130,7 @@ def _require_complete(batch: Mapping[str, Any]) -> None:
         ("tokens", "pass a batch of BatchAssembler or BatchLoader"),
         ("labels", 'make batches with form="wide"'),
         ("cu_seqlens", "pass whole batches, not single rows"),
-        ("padding_mask", "make batches with padding_mask=True, which says where sequences end"),
+        ("padding_mask", "make batches with padding_mask=True, which marks the ends of sequences"),
     ):
         if name not in batch:
             raise FormatError(f"batch: has no {name!r}; {remedy}")
@@ -145,7 +145,7 @@ def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     starts = bounds[:, :-1] + torch.arange(count)[:, None] * width
     kept = lengths > 0  # a sequence without tokens is padding
     if not kept.any():
-        raise FormatError("batch: has no tokens; Megatron-Bridge has no packed row without a sequence")
+        raise FormatError("batch: has no tokens; Megatron-Bridge does not support packed rows without a sequence")
     return starts[kept], lengths[kept]
 
 
@@ -159,8 +159,9 @@ def _visual_inputs(batch: Mapping[str, Any]) -> Any:
     places = [field.name for field in fields(container)]
     if unknown := sorted(set(batch) - {*_TEXT, *_BOUNDS, *places}):
         raise FormatError(
-            f"batch: has {', '.join(map(repr, unknown))}, which Megatron-Bridge's step for vision-language models does"
-            f" not take; it takes {', '.join(places)}; make batches without columns, with media=MediaInputs(...)"
+            f"batch: has {', '.join(map(repr, unknown))}, which Megatron-Bridge's training step for vision-language"
+            f" models does not accept; it accepts {', '.join(places)}; make batches without columns, with"
+            " media=MediaInputs(...)"
         )
     return container(**{name: batch[name] for name in places if name in batch})
 
@@ -185,7 +186,7 @@ class VLMPacks(Shown, Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
-            raise IndexError(f"pack {index} of {len(self)}")
+            raise IndexError(f"there is no pack {index}; the number of packs is {len(self)}")
         return int(index)
 
     def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def test_content_decides_the_kind(tmp_path, name, content, rows):
     path = tmp_path / name
     path.write_bytes(content)
     if rows is None:
-        with pytest.raises(FormatError, match="starts like no known file"):
+        with pytest.raises(FormatError, match="unknown file format"):
             read_all(str(path))
     else:
         assert [row for _, _, row in read_all(str(path))] == rows

@@ -205,15 +205,15 @@ def test_so_is_an_answer_that_a_filter_changes() -> None:
 
 def test_words_that_are_dropped_are_missed_though_an_argument_repeats_them() -> None:
     assert of_files("drop", "two") == [
-        f"the chat template t.jinja leaves out the words '{city}' of assistant message 2; use a template that keeps"
-        " them, or give the message weight 0"
+        f"the chat template t.jinja drops the words '{city}' of assistant message 2; use a template that"
+        f" keeps them, or set the weight of the message to 0"
         for city in ("Paris", "Paris", "Rome")
     ]
 
 
 def test_markers_around_every_role_are_refused_or_taken_as_they_stand() -> None:
     (refused,) = of_files("u", "u")
-    assert "enclose what message 1" in refused
+    assert "enclose text of message 1" in refused
     (trained,) = of_files("u", "u", train_on="markers")
     _, marked = chat_template_utils.render_jinja_template(
         [json.loads(line)["messages"] for line in (MASKS / "u.jsonl").read_text().splitlines()],

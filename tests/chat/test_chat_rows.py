@@ -329,7 +329,7 @@ def mapped(**fields):
 def test_options_override_the_columns():
     row = {"messages": CHAT, "instruction": "I", "output": "O", "turns": [USER, BOT, USER, BOT]}
     assert to_sequence_source(row, RowOptions(kind="alpaca")).messages[0]["content"] == "I"
-    with pytest.raises(RowError, match="the row has reasoning, which holds words of the reasoning"):
+    with pytest.raises(RowError, match="the row has reasoning, which looks like text of the reasoning"):
         to_sequence_source(row | {"reasoning": "T"}, RowOptions(kind="alpaca"))
     assert len(to_sequence_source(row, mapped(messages="turns")).messages) == 4
     with pytest.raises(RowError, match="the row has no chat, which --fields maps; it has messages"):

@@ -330,7 +330,7 @@ def test_an_error_names_file_row_and_field(name: str, kind: str, tmp_path: Path)
     path = source if kind != "saved" else source / f"data-0000{int(row == 3)}-of-00002.arrow"
     row = 1 if kind == "saved" else row
     said = {
-        "typed JSON": "is typed as JSON, but is not valid JSON: ",
+        "typed JSON": "has the type JSON, but is not valid JSON: ",
         "timestamp ns": "is timestamp[ns], expected a list of tool schemas; cast the column",
     }
     assert refused.code == 1

@@ -124,7 +124,7 @@ def test_letters_that_stand_elsewhere_by_chance_are_no_edges(name: str, answers:
 
 def test_reasoning_is_not_there_because_its_letters_are() -> None:
     template = twins("prompted")[1]
-    with pytest.raises(SequenceError, match="leaves out the reasoning"):
+    with pytest.raises(SequenceError, match="drops the reasoning"):
         template.render(talk(user("why"), said("hat", reasoning_content="a")))
 
 

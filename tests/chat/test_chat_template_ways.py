@@ -295,7 +295,7 @@ def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> N
     ends = "{% if not loop.last %}{% set ns.out = ns.out + '<|im_end|>\n' %}{% endif %}{% endfor %}"
     source = COLLECTS.replace(" + '<|im_end|>\n' %}{% endfor %}", " %}" + ends)
     source = source.replace("{%- if add", "{% set ns.out = ns.out + '\nWas it good?\n' %}{% if add")
-    with pytest.raises(SequenceError, match="in another way at the end of the conversation"):
+    with pytest.raises(SequenceError, match="than at the end of the conversation"):
         make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
     alike = source.replace("not loop.last", "true")
     rendered = make(alike).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
@@ -329,9 +329,7 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
             "<|im_end|>", "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         ),
     ):
-        with pytest.raises(
-            SequenceError, match="leaves out values of the arguments of the calls of assistant message 2"
-        ):
+        with pytest.raises(SequenceError, match="drops values of the arguments of the calls of assistant message 2"):
             make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
         assert len(make(one).render(read(user("u"), said("a"))).spans) == 1
 
@@ -590,7 +588,7 @@ def test_a_turn_of_reasoning_alone_that_the_template_leaves_out_is_counted() -> 
     rendered = make(source, earlier_reasoning="drop").render(row)
     assert trained(rendered) == ["b<|im_end|>"]
     assert rendered.notes["reasoning_dropped"] == 1
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
+    with pytest.raises(SequenceError, match="drops the reasoning of assistant message 2"):
         learnt(source, row)
 
 
@@ -638,7 +636,7 @@ def test_white_space_that_an_answer_begins_with_is_learnt(words: str, header: st
 def test_an_empty_answer_is_refused_where_nothing_tells_what_was_written_for_it(words: str) -> None:
     row = talk(user("Say nothing."), said(words), user("Thanks a lot."), said("Welcome indeed."))
     assert learnt(CHATML, row) == [words + "<|im_end|>", "Welcome indeed.<|im_end|>"]
-    with pytest.raises(SequenceError, match="assistant message 2 is empty, and nothing tells what the chat template"):
+    with pytest.raises(SequenceError, match="assistant message 2 is empty, so the text that the chat template"):
         learnt(COLLECTED, row)
 
 

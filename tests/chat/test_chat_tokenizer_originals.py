@@ -417,14 +417,12 @@ def test_kimi_is_known_by_name_and_its_code_is_read_not_run(tmp_path: Path) -> N
     assert tokenizer.vocab_size == len(ranks()) + 256
     for changed in (known.replace("{1,3}", "{1,2}"), known.replace("25_000", "50_000")):
         (folder / "tokenization_kimi.py").write_text(changed)
-        with pytest.raises(
-            FormatError, match=r'is written in tokenization_kimi\.py, which is not run here; .*"pat_str"'
-        ):
+        with pytest.raises(FormatError, match=r'is in tokenization_kimi\.py, which is not run here; .*"pat_str"'):
             load_tokenizer(folder)
     other = write(tmp_path / "b", "kimi", auto_map={"AutoTokenizer": ["tokenization_other.TikTokenTokenizer", None]})
     with pytest.raises(FormatError, match=r"tokenization_other\.py, which is not run here"):
         load_tokenizer(other)
-    with pytest.raises(FormatError, match="ranks of tiktoken's, tokenizer_class None"):
+    with pytest.raises(FormatError, match="a tiktoken file, tokenizer_class None"):
         load_tokenizer(folder / "tiktoken.model")
 
 
@@ -444,13 +442,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "sentencepiece, not a model": (file("tokenizer.model", b"\n\x03abc"), "sentencepiece cannot load it"),
     "neither": (
         file("tokenizer.model", b"\x00\x01"),
-        "neither JSON, nor ranks of tiktoken's, nor a SentencePiece model",
+        "not JSON, a tiktoken file or a SentencePiece model",
     ),
-    "empty": (file("tokenizer.model", b""), "neither JSON, nor ranks"),
+    "empty": (file("tokenizer.model", b""), "not JSON, a tiktoken file"),
     "LFS pointer": (file("tiktoken.model", "version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
     "a class that renumbers": (
         with_config("llama", tokenizer_class="XLMRobertaTokenizer"),
-        r"tokenizer_class XLMRobertaTokenizer: .*in code, which is not run here; convert it once",
+        r"tokenizer_class XLMRobertaTokenizer: .*its code, which is not run here, defines .*; convert it once",
     ),
     "code that came along": (
         with_config("llama", auto_map={"AutoTokenizer": ["tokenization_x.X", None]}),
@@ -458,34 +456,40 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another id": (
         with_config("llama", added_tokens_decoder={"7": zoo.flags("</s>")}),
-        r"'</s>' has the id 7, but in tokenizer\.model 2 is '</s>'; are they of one tokenizer\?",
+        r"'</s>' has the id 7, but in tokenizer\.model, 2 is '</s>'; do the files belong to the same tokenizer\?",
     ),
     "an id that is taken": (
         with_config("llama", added_tokens_decoder={"2": zoo.flags("<|x|>")}),
-        r"'<\|x\|>' has the id 2, but in tokenizer\.model 2 is '</s>'",
+        r"'<\|x\|>' has the id 2, but in tokenizer\.model, 2 is '</s>'",
     ),
     "strips": (
         with_config("llama", added_tokens_decoder={"2": zoo.flags("</s>", rstrip=True)}),
-        r"'</s>' has rstrip set, which is done for a tokenizer\.json only; convert it once",
+        r"'</s>' has rstrip set, which is only supported in a tokenizer\.json; convert it once",
     ),
-    "ranks without a pattern": (with_config("ranks", pat_str=None), r'"pat_str" and its control tokens'),
+    "ranks without a pattern": (with_config("ranks", pat_str=None), r'"pat_str" and the control tokens'),
     "a pattern that is none": (with_config("ranks", pat_str="("), "tiktoken cannot load it"),
     "a control token on a rank": (
         with_config("ranks", added_tokens_decoder={"300": zoo.flags("<|x|>")}),
         "has the id 300, which is a token of the model",
     ),
-    "cut short": (file("x.tiktoken", rank_lines()[:2000]), "line 2[0-9]{2} is no token|no token is the byte 0x"),
-    "a rank twice": (file("x.tiktoken", rank_lines() + b"dGhlIGxhenkgZG9n 5\n"), "a token is there twice, or a rank"),
-    "half a line": (file("x.tiktoken", rank_lines() + b"dGhl"), r"is no token with its rank: b'dGhl'"),
-    "tekken without pattern": (tekken_with(config={"pattern": None}), "expected config with pattern"),
-    "tekken too large": (tekken_with(config={"default_vocab_size": 10**6}), "every rank from 0 on once"),
-    "tekken without a list": (tekken_with(config={"version": "v13"}), "every rank from 0 on once"),
+    "cut short": (
+        file("x.tiktoken", rank_lines()[:2000]),
+        "line 2[0-9]{2} is not a token|no token for the single byte 0x",
+    ),
+    "a rank twice": (file("x.tiktoken", rank_lines() + b"dGhlIGxhenkgZG9n 5\n"), "a token or a rank occurs twice"),
+    "half a line": (file("x.tiktoken", rank_lines() + b"dGhl"), r"is not a token with its rank: b'dGhl'"),
+    "tekken without pattern": (tekken_with(config={"pattern": None}), "expected a config with pattern"),
+    "tekken too large": (tekken_with(config={"default_vocab_size": 10**6}), "each rank from 0 exactly once"),
+    "tekken without a list": (tekken_with(config={"version": "v13"}), "each rank from 0 exactly once"),
     "tekken, a name twice": (
         tekken_with(special_tokens=[*LISTED, {**LISTED[0], "rank": 9}]),
-        "every rank from 0 on once",
+        "each rank from 0 exactly once",
     ),
-    "tekken, a rank too large": (tekken_with(special_tokens=[{**LISTED[0], "rank": 40}]), "every rank from 0 on once"),
-    "tekken, tokens of another kind": (tekken_with(vocab=[1] * 2000), "every rank from 0 on once"),
+    "tekken, a rank too large": (
+        tekken_with(special_tokens=[{**LISTED[0], "rank": 40}]),
+        "each rank from 0 exactly once",
+    ),
+    "tekken, tokens of another kind": (tekken_with(vocab=[1] * 2000), "each rank from 0 exactly once"),
 }
 
 
@@ -507,7 +511,7 @@ def test_broken_files_are_refused_in_a_sentence(tmp_path: Path, name: str) -> No
 )
 def test_a_missing_library_is_named(tmp_path: Path, kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(FormatError, match=rf"read by {library}, .*pip install 'megatron-sft-idx\[tokenizers\]'"):
+    with pytest.raises(FormatError, match=rf"needs {library}, .*pip install 'megatron-sft-idx\[tokenizers\]'"):
         load_tokenizer(write(tmp_path, kind))
 
 

@@ -105,7 +105,7 @@ def test_one_that_splits_special_tokens_is_refused(change: Callable[[Any], None]
     if change is not None:
         change(tokenizer)
     with pytest.raises(
-        FormatError, match=r"^tokenizer: splits special tokens, which preprocess never does; set its.*$"
+        FormatError, match=r"^tokenizer: it splits special tokens, which preprocess does not support; set its.*$"
     ):
         run(tokenizer, tmp_path / "x")
     # A folder saved from it has the same setting, unless only the backend has it.
@@ -143,9 +143,7 @@ def below_a_subclass(tokenizer: Any, name: str) -> Any:
 def test_one_with_a_method_that_is_not_called_is_refused(
     override: Callable[[Any, str], Any], name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        FormatError, match=rf"^tokenizer: its {name} is not that of transformers, .*pass {TOKENIZER} .*$"
-    ):
+    with pytest.raises(FormatError, match=rf"^tokenizer: it overrides {name} of transformers, .*pass {TOKENIZER} .*$"):
         run(override(loaded(), name), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
@@ -153,7 +151,7 @@ def test_one_with_a_method_that_is_not_called_is_refused(
 def test_a_method_that_was_replaced_in_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = loaded()
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", other_chat)
-    with pytest.raises(FormatError, match="its apply_chat_template is not that of transformers"):
+    with pytest.raises(FormatError, match="it overrides apply_chat_template of transformers"):
         folder_of_loaded(tokenizer)
 
 
@@ -167,7 +165,7 @@ def test_one_without_a_folder_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = loaded()
     tokenizer.name_or_path = name
-    with pytest.raises(FormatError, match=rf"from '{name}', which is no folder on this machine; call its save_pretr"):
+    with pytest.raises(FormatError, match=rf"from '{name}', which is not a local folder; call its save_pretr"):
         folder_of_loaded(tokenizer)
 
 
@@ -178,13 +176,13 @@ def test_a_folder_that_is_gone_or_broken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"cannot be compared with .*save_pretrained|differs from .*save_pretrained"):
         folder_of_loaded(tokenizer)
     shutil.rmtree(folder)
-    with pytest.raises(FormatError, match="which is no folder on this machine"):
+    with pytest.raises(FormatError, match="which is not a local folder"):
         folder_of_loaded(tokenizer)
 
 
 def test_what_is_no_tokenizer_is_not_loaded_again(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-    with pytest.raises(FormatError, match=r"a LlamaForCausalLM without a backend_tokenizer.*; pass its folder"):
+    with pytest.raises(FormatError, match=r"this LlamaForCausalLM has no backend_tokenizer.*; pass its folder"):
         run(transformers.LlamaForCausalLM(config), tmp_path / "x")
 
 

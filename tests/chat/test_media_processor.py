@@ -202,7 +202,7 @@ BAD = {
     "a text that no path can be": ("a\0.png", "null byte; --media-root FOLDER"),
     "a URL": ("https://127.0.0.1:1/a.png", "--download"),
     "a store": ("s3://bucket/a.png", "copy the files"),
-    "no image at all": (in_base64(b"no image, no audio"), "can be decoded"),
+    "no image at all": (in_base64(b"no image, no audio"), "cannot be decoded"),
     "an empty file": (in_base64(b""), "is empty"),
     "no base64": ("data:;base64,%%%", "base64"),
     "a folder": (".", "directory"),
@@ -247,7 +247,7 @@ def test_a_recording_of_which_the_model_would_hear_nothing_is_a_bad_row(tmp_path
         {"role": "assistant", "content": "hi"},
     ]
     piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), [row])
-    assert "makes nothing of a recording of 1 samples at 16000 Hz" in str(piece.bad_rows[0])
+    assert "makes no tokens from a recording of 1 samples at 16000 Hz" in str(piece.bad_rows[0])
 
 
 def test_a_recording_whose_end_the_processor_leaves_out_is_counted(tmp_path: Path) -> None:
@@ -308,14 +308,14 @@ def asking(kind: str, *files: bytes) -> list[dict[str, Any]]:
 
 def test_a_processor_that_writes_into_the_text_is_refused_at_the_start(tmp_path: Path) -> None:
     paligemma(tmp_path)
-    with pytest.raises(FormatError, match="PaliGemmaProcessor makes other ids of"):
+    with pytest.raises(FormatError, match="PaliGemmaProcessor returns other ids than"):
         encoder_of(tmp_path)
 
 
 def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
     made = {name: PROCESSORS[name](tmp_path / name) for name in ("llava", "gemma3")}
     mixed = EncodingOptions(str(tmp_path / "llava"), processor=str(tmp_path / "gemma3"))
-    with pytest.raises(FormatError, match="no special token of the tokenizer"):
+    with pytest.raises(FormatError, match="not a special token of the tokenizer"):
         RowEncoder(mixed)
     path = tmp_path / "llava" / "tokenizer.json"
     (tmp_path / "other").mkdir()
@@ -325,7 +325,7 @@ def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path
     first, second = made["llava"].tokenizer.tokenize(" what is here?")[:2]
     ids[first], ids[second] = ids[second], ids[first]
     path.write_text(json.dumps(vocabulary))
-    with pytest.raises(FormatError, match="has another tokenizer"):
+    with pytest.raises(FormatError, match="contains a different tokenizer"):
         RowEncoder(EncodingOptions(str(tmp_path / "other"), processor=str(tmp_path / "llava")))
 
 

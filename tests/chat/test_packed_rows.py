@@ -222,27 +222,27 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"seq_lengths": [3, 2]}, "seq_lengths is of 5 tokens, but there are 6 input_ids"),
-        ({"seq_lengths": [3, 4]}, "seq_lengths is of 7 tokens, but there are 6 input_ids"),
+        ({"seq_lengths": [3, 2]}, "seq_lengths covers 5 tokens, but there are 6 input_ids"),
+        ({"seq_lengths": [3, 4]}, "seq_lengths covers 7 tokens, but there are 6 input_ids"),
         ({"seq_lengths": [3, 0, 3]}, "seq_lengths holds 0, expected lengths from 1 to 6"),
         ({"seq_lengths": [7, -1]}, "seq_lengths holds 7, expected"),
         ({"seq_lengths": [2**62, 2**62]}, "seq_lengths holds 4611686018427387904, expected"),
-        ({"seq_lengths": []}, "seq_lengths is of 0 tokens"),
+        ({"seq_lengths": []}, "seq_lengths covers 0 tokens"),
         ({"seq_lengths": 6}, "seq_lengths is not a flat list of numbers"),
         ({"seq_lengths": [[3, 3]]}, "seq_lengths is not a flat list of numbers"),
         ({"seq_lengths": [3.0, 3.0]}, "seq_lengths is not a flat list of integers"),
         ({"seq_lengths": "3 3"}, "seq_lengths is not a flat list"),
         ({"seq_start_id": [1, 3]}, "seq_start_id begins with 1, expected 0"),
         ({"seq_start_id": []}, "seq_start_id begins with 6, expected 0"),
-        ({"seq_start_id": [0, 3, 3]}, "seq_start_id does not ascend: 3 stands behind 3"),
-        ({"seq_start_id": [0, 4, 3]}, "seq_start_id does not ascend: 3 stands behind 4"),
+        ({"seq_start_id": [0, 3, 3]}, "seq_start_id does not ascend: 3 is followed by 3"),
+        ({"seq_start_id": [0, 4, 3]}, "seq_start_id does not ascend: 4 is followed by 3"),
         ({"seq_start_id": [0, 6]}, "seq_start_id holds 6, but there are 6 input_ids"),
-        ({"seq_boundaries": [0, 3]}, "seq_boundaries is of 3 tokens, but there are 6"),
-        ({"seq_boundaries": [0, 3, 6, 6]}, "seq_boundaries does not ascend: 6 stands behind 6"),
-        ({"seq_boundaries": [0]}, "seq_boundaries begins with 0, expected 0 and more behind it"),
-        ({"cu_seqlens": [0, 3, 3, 6]}, "cu_seqlens does not ascend: 3 stands behind 3"),
+        ({"seq_boundaries": [0, 3]}, "seq_boundaries covers 3 tokens, but there are 6"),
+        ({"seq_boundaries": [0, 3, 6, 6]}, "seq_boundaries does not ascend: 6 is followed by 6"),
+        ({"seq_boundaries": [0]}, "seq_boundaries begins with 0, expected 0, followed by more bounds"),
+        ({"cu_seqlens": [0, 3, 3, 6]}, "cu_seqlens does not ascend: 3 is followed by 3"),
         ({"cu_seqlens": [0, 3, 8]}, "cu_seqlens holds 8, but there are 6"),
-        ({"cu_seqlens": [0, 3, -1, 6]}, "cu_seqlens does not ascend: -1 stands behind 3"),
+        ({"cu_seqlens": [0, 3, -1, 6]}, "cu_seqlens does not ascend: 3 is followed by -1"),
         ({"cu_seqlens": [-1, -1]}, "cu_seqlens begins with nothing"),
         ({"position_ids": [0, 1, 2, 1, 2, 3]}, "position_ids goes from 2 to 1 at position 3, expected 3, or 0"),
         ({"position_ids": [0, 1, 2, 0, 2, 3]}, "position_ids goes from 0 to 2 at position 4, expected 1, or 0"),
@@ -255,8 +255,8 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ({"attention_mask": [1, 1, 2, 2, 1, 1]}, "attention_mask goes from 2 to 1 at position 4"),
         ({"attention_mask": [1, 1, 1, 3, 3, 3]}, "attention_mask goes from 1 to 3 at position 3"),
         ({"attention_mask": [2, 2, 2, 3, 3, 3]}, "attention_mask begins with 2, expected 1"),
-        ({"attention_mask": [0, 1, 1, 1, 1, 1]}, "attention_mask is 0 at position 0 and not behind it: padding before"),
-        ({"attention_mask": [1, 1, 0, 1, 1, 1]}, "attention_mask is 0 at position 2 and not behind it"),
+        ({"attention_mask": [0, 1, 1, 1, 1, 1]}, "attention_mask is 0 (padding) at position 0, but tokens follow"),
+        ({"attention_mask": [1, 1, 0, 1, 1, 1]}, "attention_mask is 0 (padding) at position 2, but tokens follow"),
         ({"attention_mask": [0] * 6}, "attention_mask begins with 0, expected 1"),
         ({"attention_mask": [1, 1, 1, 2, 2, 0]}, "padding is trained on: the row marks its last 1 tokens as padding"),
         ({"seq_idx": [1, 1, 1, 3, 3, 3]}, "seq_idx goes from 1 to 3"),
@@ -267,10 +267,10 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ),
         ({"seq_lengths": [3, 3], "position_ids": [0, 1, 2, 3, 4, 5]}, "seq_lengths and position_ids disagree"),
         ({"seq_lengths": [3, 3], "attention_mask": [1, 1, 2, 2, 2, 2]}, "seq_lengths and attention_mask disagree"),
-        ({"cu_seqlens": [0, 3, 6], "cu_seqlens_padded": [0, 4, 6]}, "say that there is padding between sequences"),
+        ({"cu_seqlens": [0, 3, 6], "cu_seqlens_padded": [0, 4, 6]}, "there is padding between sequences"),
         (
             {"cu_seqlens_padded": [0, 3, 6]},
-            "cu_seqlens_padded counts the padding behind each sequence, and no cu_seqlens",
+            "cu_seqlens_padded includes the padding after each sequence, but cu_seqlens",
         ),
         ({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 3, 5]}, "cu_seqlens_padded ends at 5, but there are 6"),
         ({"position_ids": [0, 1, 0, 1, 2, 3], "input_pos": [0, 1, 2, 3, 4, 5]}, "position_ids and input_pos disagree"),
@@ -281,11 +281,11 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ),
         (
             {"packing_params": {"sequence_boundaries": [0, 3, 6], "image_subseq_ids": [0]}},
-            "packing_params.image_subseq_ids says that the row has media",
+            "packing_params.image_subseq_ids means that the row has media",
         ),
         (
             {"packing_params": {"sequence_boundaries": [0, 3, 6], "unpadded_length": 4}},
-            "packing_params says that 4 tokens are not padding and 0 are, but there are 6",
+            "packing_params counts 4 tokens without padding and 0 tokens of padding, but there are 6",
         ),
     ],
 )
@@ -297,12 +297,12 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, Any], reason: str)
 def test_padding_that_no_field_marks_is_refused_if_it_looks_like_some() -> None:
     row = {"input_ids": [5, 6, 7, 8, 2, 2, 2], "labels": [-100, 6, -100, 8, -100, -100, -100]}
     for fields in ({"seq_lengths": [2, 2, 3]}, {"position_ids": [0, 1, 0, 1, 0, 1, 2]}, {"cu_seqlens": [0, 2, 4, 7]}):
-        assert "the last of 3 sequences is 3 times the token 2, not trained on" in refused(row | fields)
+        assert "the last of 3 sequences is the token 2 repeated 3 times, and is not trained on" in refused(row | fields)
         assert len(read(row | fields | {"attention_mask": [1, 1, 1, 1, 0, 0, 0]})) == 2
     # Zeros after positions are padding if one token is repeated there.
     assert len(read(row | {"position_ids": [0, 1, 0, 1, 0, 0, 0]})) == 2
     differ = row | {"input_ids": [5, 6, 7, 8, 2, 3, 4], "position_ids": [0, 1, 0, 1, 0, 0, 0]}
-    assert "the last 3 position_ids are 0: sequences of one token, or padding" in refused(differ)
+    assert "the last 3 position_ids are 0, and their ids differ" in refused(differ)
     assert len(read(differ | {"seq_lengths": [2, 2, 1, 1, 1]})) == 5
     # A last sequence of one token counts as a sequence, and so do zeros that are trained on.
     assert len(read({"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]})) == 2
@@ -326,7 +326,7 @@ def test_fields_of_packs_next_to_text_are_refused() -> None:
     chat = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
     for fields in ({"seq_lengths": [2]}, {"cu_seqlens": [0, 2]}, {"seq_start_id": [0]}, {"seq_boundaries": [0, 1]}):
         (name,) = fields
-        with pytest.raises(RowError, match=f"{name} says where sequences begin among tokens"):
+        with pytest.raises(RowError, match=f"{name} gives token positions of sequences"):
             to_sequence_source(chat | fields)
         to_sequence_source(chat | dict.fromkeys(fields))
     # In rows of chats, fields with these names mean something else.
@@ -583,7 +583,7 @@ def test_packed_rows_with_every_other_option(tmp_path: Path) -> None:
     bad = [*rows, TRL[0] | {"seq_lengths": [4, 2]}]
     done = preprocess(tmp_path / "bad", rows=bad, capacity=64)
     assert done.code == 1
-    assert "rows.jsonl:41: seq_lengths is of 6 tokens, but there are 5 input_ids" in done.err
+    assert "rows.jsonl:41: seq_lengths covers 6 tokens, but there are 5 input_ids" in done.err
     done = preprocess(tmp_path / "bad", "--on-bad-row", "skip", rows=bad, capacity=64)
     assert done.code == 0
     assert len(stored(tmp_path / "bad")) == len(everything)
@@ -607,7 +607,7 @@ def test_rows_of_trl_and_nemo(tmp_path: Path) -> None:
 
 def test_a_packed_row_has_no_one_verdict() -> None:
     row = {**TRL[1], "label": True}
-    with pytest.raises(RowError, match="the row holds 2 sequences, but label judges one answer"):
+    with pytest.raises(RowError, match="the row has 2 sequences, but label is the label of one answer"):
         read_judged(row, RowOptions(kind="kto"))
 
 

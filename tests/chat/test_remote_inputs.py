@@ -70,8 +70,8 @@ def test_folders_and_patterns(store: tuple[Path, str]) -> None:
         ("/none.jsonl", "no such object"),
         ("/none*", "no object matches"),
         ("/none/", "no object matches"),
-        ("/**/x.jsonl", r"\*\* does not reach into folders"),
-        ("/saved/", r"made by save_to_disk; name its data: .*/saved/\*\.arrow"),
+        ("/**/x.jsonl", r"\*\* is not supported for object storage"),
+        ("/saved/", r"written by save_to_disk; pass its data files: .*/saved/\*\.arrow"),
     ],
 )
 def test_what_names_no_input(store: tuple[Path, str], pattern: str, why: str) -> None:
@@ -84,7 +84,7 @@ def test_what_names_no_input(store: tuple[Path, str], pattern: str, why: str) ->
 def test_an_object_named_twice_is_refused(store: tuple[Path, str]) -> None:
     folder, url = store
     write_rows(folder, "jsonl", _ROWS[:3])
-    with pytest.raises(FormatError, match="named twice"):
+    with pytest.raises(FormatError, match="matched twice"):
         expand_inputs([f"{url}/*", f"{url}/rows.jsonl"])
 
 

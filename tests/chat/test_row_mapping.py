@@ -200,8 +200,8 @@ SLIPS = [
     (("--fields", "prompt=q", "completion=q"), 2, "two targets have the same path"),
     (("--fields", "messages"), 2, "expected NAME=VALUE"),
     (("--fields", "messages=a", "--fields", "messages=b"), 2, "messages is given twice"),
-    (("--fields", "chosen=a"), 2, "--fields chosen=a goes with --row-kind preference"),
-    (("--row-kind", "text"), 2, "--row-kind text goes with --train-on all"),
+    (("--fields", "chosen=a"), 2, "--fields chosen=a needs --row-kind preference"),
+    (("--row-kind", "text"), 2, "--row-kind text needs --train-on all"),
     (
         ("--fields", "messages=data.turn"),
         1,
@@ -217,7 +217,7 @@ SLIPS = [
         1,
         "--turn-fields: nickname is mapped, but not a turn of one of 3 rows has it",
     ),
-    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known are system"),
+    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known roles are system"),
 ]
 
 
@@ -311,7 +311,7 @@ def test_what_stands_next_to_mapped_messages_counts():
         read_row({"data": {"turns": turns, "train": False}}, RowOptions(mapping=mapping))
     with pytest.raises(RowError, match="label is false"):
         read_row({"data": {"turns": turns, "label": False}}, RowOptions(mapping=mapping))
-    with pytest.raises(RowError, match="the row has system, and an object in it has system that differs"):
+    with pytest.raises(RowError, match="the row and an object in it have different values for system"):
         read_row({"system": "T", "data": {"turns": turns, "system": "S"}}, RowOptions(mapping=mapping))
 
 
@@ -322,16 +322,16 @@ def test_what_stands_next_to_mapped_messages_counts():
 def test_targets_that_no_row_has_together(targets):
     mapping = RowMapping.of({target: f"f{n}" for n, target in enumerate(targets)})
     row = {f"f{n}": "words" for n in range(len(targets))}
-    with pytest.raises(RowError, match=f"--fields maps {' and '.join(targets)}, and the row has them all"):
+    with pytest.raises(RowError, match=f"--fields maps {' and '.join(targets)}, and the row has all of them"):
         read_row(row, RowOptions(mapping=mapping))
 
 
 SETTINGS = [
     (lambda: RowMapping.of(turn_fields={"train": "m.masked"}), "masked means the opposite of train"),
-    (lambda: RowMapping.of(roles={"Agent": "user", "AGENT": "assistant"}), "in another case is user"),
+    (lambda: RowMapping.of(roles={"Agent": "user", "AGENT": "assistant"}), "is mapped to user"),
     (
         lambda: RowOptions(mapping=RowMapping.of(turn_fields={"weight": "w"}), ignore_fields=("w",)),
-        "--ignore-field w: the field is mapped too",
+        "--ignore-field w: the field is also mapped",
     ),
 ]
 
@@ -364,7 +364,7 @@ def test_names_that_change_places_are_mapped_once(key):
 def test_reasoning_of_messages_is_not_that_of_a_row():
     mapping = RowMapping.of({"reasoning_content": "why"})
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    with pytest.raises(RowError, match="map the reasoning of each with --turn-fields"):
+    with pytest.raises(RowError, match="map the reasoning of each message with --turn-fields"):
         read_row({"messages": turns, "why": "T"}, RowOptions(mapping=mapping))
     (source,), _ = read_row({"prompt": "Q", "completion": "A", "why": "T"}, RowOptions(mapping=mapping))
     assert source.messages[-1] == {"role": "assistant", "content": "A", "reasoning_content": "T"}

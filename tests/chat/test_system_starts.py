@@ -135,7 +135,7 @@ def test_pairs_and_verdicts_are_of_one_conversation() -> None:
         with pytest.raises(UndecidedError):
             read_row(row, RowOptions(kind=kind))
         with pytest.raises(
-            RowError, match=r"the row holds 2 conversations by --system-starts conversation, but .* turn$"
+            RowError, match=r"with --system-starts conversation, the row has 2 conversations, but .* turn$"
         ):
             read_row(row, RowOptions(kind=kind, system_starts="conversation"))
         read_row(row, RowOptions(kind=kind, system_starts="turn"))
@@ -203,10 +203,10 @@ def test_a_run_without_the_decision_stops_before_it_begins(tmp_path: Path, more:
     done = preprocess(tmp_path / "x", *more, rows=rows)
     assert done.code == 1
     assert done.err == (
-        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this row, the"
-        " first of 2 among the first 85 rows; choose for the whole input: --system-starts conversation makes each"
-        " system message start a conversation, which becomes a sequence of its own (Megatron's --sft reads such lines"
-        " so); --system-starts turn keeps it as a turn of one conversation\n"
+        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this"
+        f" row, the first of 2 among the first 85 rows; choose for the whole input: --system-starts"
+        f" conversation starts a new conversation, stored as a separate sequence, at each system message (like"
+        f" Megatron's --sft); --system-starts turn keeps one conversation with several system messages\n"
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
     assert preprocess(tmp_path / "x", "--on-bad-row", "skip", *CONVERSATION, rows=rows).code == 0
@@ -233,7 +233,7 @@ def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--workers", workers, "--input", late)
     assert done.code == 1
     assert f"error: {late}:7001: a system message comes after an answer in this row, and in none before it" in done.err
-    assert "--system-starts conversation makes" in done.err
+    assert "--system-starts conversation starts" in done.err
     assert list(tmp_path.iterdir()) == []
     # The first bad row comes before it.
     done = preprocess(tmp_path / "x", "--workers", workers, "--input", late)

@@ -57,7 +57,7 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     done = command("rebuild", prefix, "--accept-contents")
     assert done.code == 0, done
     assert f"{prefix}{suffix}: rebuilt: " in done.out
-    assert "accepted as it is, under a new checksum" in done.out
+    assert "accepted as it is, with a new checksum" in done.out
     header = read_header(prefix)
     (entry,) = header.metadata["accepted"]
     assert entry["file"] == suffix

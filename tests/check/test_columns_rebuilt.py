@@ -68,7 +68,7 @@ def test_columns_stay_as_attached_ones_where_the_listing_is_lost(tmp_path: Path)
     flipped(tmp_path / "x.seq.idx", 40)
     done = command("rebuild", tmp_path / "x")
     assert done.code == 0, done.err
-    assert "x: the new .seq.idx lists no columns; source, topk stay beside it, like attached ones" in done.out
+    assert "x: the new .seq.idx lists no columns; source, topk remain as attached columns" in done.out
     header = read_header(tmp_path / "x")
     assert header.rebuilt
     assert not listed_columns(header.metadata)
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_column_is_told_and_left_alone(tmp_path: Path) -> None
     for full in (False, True):
         report = verify_shard(tmp_path / "x", full=full)
         assert [(finding.rule, finding.path) for finding in report.findings] == [("C1", str(tmp_path / "x.notes.col"))]
-        assert "if it is no column, give it another name" in report.findings[0].remedy
+        assert "if it is not a column, rename it" in report.findings[0].remedy
     done = command("rebuild", tmp_path / "x")
     assert (done.code, "x.notes.col: lost: " in done.out, "nothing was rebuilt" in done.out) == (1, True, True)
     assert (tmp_path / "x.notes.col").read_text() == "a stranger's"
@@ -118,7 +118,7 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     assert "a column cannot be derived; restore it from a copy, or " in done.out
     assert "columns are lost, the rest is whole" in done.err
     assert "nothing to do" not in done.out
-    assert "the five files are good, and nothing was rebuilt" in done.out
+    assert "the five files are good, so nothing was rebuilt" in done.out
     assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}
     # An index next to it is repaired anyway.
     os.unlink(tmp_path / "x.idx")

@@ -204,7 +204,7 @@ def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(tmp_pat
         yield lambda _done: None
         (tmp_path / "x.idx").write_bytes(b"a stranger's")
 
-    with pytest.raises(FormatError, match=r"x\.idx exist already, which were not there"):
+    with pytest.raises(FormatError, match=r"x\.idx were created by someone else"):
         rebuild(tmp_path / "x", watch=intruding)
     assert tree_of(tmp_path) == {**before, "x.idx": b"a stranger's"}
 
@@ -443,7 +443,7 @@ def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
     killed_build(tmp_path / "x", overwrite=True)
     before = tree_of(tmp_path)
     for dry_run in (True, False):
-        with pytest.raises(FormatError, match=r"a shard is here, and in \S+x\.building the 7 packs of a killed build"):
+        with pytest.raises(FormatError, match=r"there is a shard, and \S+x\.building has 7 packs of a killed build"):
             rebuild(tmp_path / "x", dry_run=dry_run)
     assert before == tree_of(tmp_path)
     assert verify_shard(tmp_path / "x", full=True).ok
@@ -475,7 +475,7 @@ def test_of_a_rebuild_that_lost_a_file_among_its_renames_nothing_is_taken(tmp_pa
 def test_a_build_killed_before_its_first_pack_left_nothing(tmp_path: Path, dry_run: bool) -> None:
     killed_build(tmp_path / "x", packs=0)
     before = tree_of(tmp_path)
-    with pytest.raises(FormatError, match="killed before it had written a pack"):
+    with pytest.raises(FormatError, match="killed before it wrote a pack"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert tree_of(tmp_path) == before
 
@@ -484,7 +484,7 @@ def test_where_nothing_is_at_the_prefix_a_killed_run_beside_it_is_named(tmp_path
     (tmp_path / "x.building.txt").touch()
     (tmp_path / "x.y.building").mkdir()
     for look in (rebuild, verify_shard, Shard, read_header):
-        with pytest.raises(ShardNotFoundError, match=r"check the prefix: the path without \.seq\.idx"):
+        with pytest.raises(ShardNotFoundError, match=r"check the prefix; it does not include \.seq\.idx"):
             look(tmp_path / "x")
     killed_build(tmp_path / "x.unpacked")
     for look in (rebuild, verify_shard, Shard, read_header):

@@ -168,7 +168,7 @@ def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
     raise AssertionError("it is never done")
 
 
-_NO_COLUMN = "it has the name of a column .* give it another name"
+_NO_COLUMN = "the file has the name of a column .* rename it"
 _NO_SHARD = "holds a file of .* anything else is never replaced"
 _APPEARED = "something else has appeared here since the work began, and was left alone; move it away, then run the same"
 
@@ -226,11 +226,11 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
                 for path in folder.glob("x/x.*"):
                     path.unlink()
             build_again(folder, prefix, said)
-        if "or remove this folder to rebuild the shard" in said:
+        if "or remove the folder to rebuild the shard" in said:
             prefix = again()
             shutil.rmtree(f"{prefix}.building")
             done = command("rebuild", prefix)
-            assert "was to replace it" not in done.err, said + done.err
+            assert "was replacing it" not in done.err, said + done.err
             assert done.code == 0 or ": lost: " in done.out or re.search("restore it|build it again", done.err), (
                 said + done.err
             )

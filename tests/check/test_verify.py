@@ -99,7 +99,10 @@ def test_unfinished_work_without_a_shard_breaks_f1(tmp_path: Path) -> None:
     killed_build(tmp_path / "x")
     report = verify_shard(tmp_path / "x")
     assert [finding.rule for finding in report.findings] == ["F1"] * 5
-    assert all(f"rebuild {tmp_path / 'x'} recovers" in finding.remedy for finding in report.findings)
+    assert all(
+        f"recover the packs of the interrupted build: megatron-sft-idx rebuild {tmp_path / 'x'}" in finding.remedy
+        for finding in report.findings
+    )
     assert len(report.notes) == 1
 
 
@@ -236,7 +239,7 @@ def test_a_shard_under_several_spellings_is_verified_once(tmp_path: Path, monkey
         (("x", "--vocab-size", "0", "--full"), 2, "--vocab-size"),
         (("x", "--vocab-size", "5"), 2, "--full"),
         (("",), 1, "not a prefix"),
-        (("empty",), 1, "the folder holds no shard of its own"),
+        (("empty",), 1, "the folder directly contains no shard"),
         (("*.none",), 1, "no shard and no folder of shards"),
     ],
 )

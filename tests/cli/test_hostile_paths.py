@@ -168,7 +168,7 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
                 os.link(read, name.format(slot))
                 outcome = attempt(recipe.argv(None, *replacing(recipe)))
             # Anything at the name of a column that is not a column is never replaced.
-            said = ("is both", "anything else is never replaced", "and is no column")[
+            said = ("is both", "anything else is never replaced", "but is not a column")[
                 : 3 if name.endswith(".col") else 1
             ]
             if outcome.code != 1 or not any(words in outcome.err for words in said):

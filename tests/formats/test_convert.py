@@ -135,7 +135,7 @@ def test_what_is_kept_beside_a_loss_is_compared(
     write_samples(tmp_path / "other", [Sample([1, 2, 3], [0, 0, 0], [0, 2] if name == "memmap" else [0])])
     source = open_reader(str(tmp_path / "other"), "sft-idx")
     monkeypatch.setattr(registry._module(name).Writer, "reread", lambda self: source)
-    with pytest.raises(FormatError, match=f"its .*{wrong} are not those"):
+    with pytest.raises(FormatError, match=f"its .*{wrong} differ"):
         convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(lossy=True))
 
 
@@ -289,7 +289,7 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
         writer.write_bin(2, [1], [0], [0])
     with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
         writer.write_bin(1, [1, 2], [0], [0])
-    with pytest.raises(SequenceError, match=r"x\.npy:1: first sequence starts at 1"), writer:
+    with pytest.raises(SequenceError, match=r"x\.npy:1: the first sequence starts at 1"), writer:
         writer.write_bin(1, [1, 2], [0, 0], [1])
     assert not list(tmp_path.iterdir())
 
@@ -382,7 +382,7 @@ def test_a_result_that_is_not_what_went_in_replaces_nothing(
     # As if the disk returned other data.
     writer = registry._module(to).Writer
     monkeypatch.setattr(writer, "reread", lambda self: open_reader(str(tmp_path / "other"), "sft-idx"))
-    with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
+    with pytest.raises(FormatError, match="read again, and its token ids, loss masks, sequence lengths differ"):
         convert(str(tmp_path / "x"), target, to, options)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
     assert convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(verify=False)).verified is False
@@ -395,10 +395,10 @@ def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> Non
     for capacity in (0, -5, True, 12.0, 2**31):
         with pytest.raises(FormatError, match=f"--seq-length: {capacity}, expected a whole number from 1 to"):
             ConvertOptions(capacity=capacity)  # type: ignore[arg-type]
-    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --seq-length is 11"):
+    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, but --seq-length is 11"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
     write_samples(tmp_path / "m", demo_samples(5), sequence_multiple=8)
-    with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, the capacity is 16 .rule P5"):
+    with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, but the capacity is 16 .rule P5"):
         convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=16))
     assert convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=32)).spec.capacity == 32
 
@@ -413,7 +413,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0] == f"read {source} as npy"
-    assert lines[1].startswith("note: the file does not say its capacity")
+    assert lines[1].startswith("note: the file does not store its capacity")
     assert re.fullmatch(r"wrote .*y as sft-idx: 6 packs, \d+ sequences, \d+ tokens, .* capacity \d+", lines[-2])
     assert lines[-1] == "read again and compared: the same"
     assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
@@ -482,7 +482,7 @@ def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multip
     if multiple == 1:
         convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
         return
-    with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert what it was made from"):
+    with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert the original file"):
         convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
 
 
@@ -501,7 +501,7 @@ def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
     target = str(tmp_path / "y.parquet")
     for source, padding, message in (
         ("x", Padding(4), "--eod-id"),
-        ("x", Padding(4, 1 << 16), "found 65536, expected one that uint16 holds"),
+        ("x", Padding(4, 1 << 16), "expected one that fits into uint16, found 65536"),
         ("x", Padding(4, -1), "found -1"),
         ("none", Padding(4, 1), "no packs"),
     ):

@@ -126,8 +126,8 @@ def test_rolled_masks_are_rolled_back(tmp_path: Path) -> None:
         ("packed_len", lambda a: np.where(np.arange(7) == 4, 31, a), "packed_len is 31, expected 1 to 30"),
         ("packed_len", lambda a: np.where(np.arange(7) == 4, 2**32 - 1, a), "packed_len is 4294967295"),
         ("packed_len", lambda a: np.where(np.arange(7) == 4, -3, a.astype(np.int64)), "packed_len is -3"),
-        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, a[4], a), "seq_offsets 10, 10"),
-        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, 2**32 - 1, a), "seq_offsets 10, 4294967295"),
+        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, a[4], a), "seq_offsets are 10, 10"),
+        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, 2**32 - 1, a), "seq_offsets are 10, 4294967295"),
         ("seq_starts", lambda a: np.where(np.arange(len(a)) == 10, 1, a), "P2"),
         ("input_ids", lambda a: a - (np.arange(7) == 4)[:, None] * 10**4, "P8"),
         ("loss_mask", lambda a: a + (np.arange(7) == 4)[:, None] * np.uint8(2), "P7"),
@@ -177,7 +177,7 @@ def npy(shape: str, descr: str = "'<i4'", order: str = "False") -> bytes:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (npy("(7, 30)", "'|O'"), "never unpickled"),
+        (npy("(7, 30)", "'|O'"), "not unpickled"),
         (npy("(7, 30)", "[('a', '<i4')]"), "expected numbers"),
         (npy("(7, 9223372036854775808)"), "expected 258254417031933722752"),
         (npy("(4611686018427387904, 4)"), "bytes, expected"),
@@ -243,7 +243,7 @@ def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     assert folder_of(tmp_path) == []
     write_packs(Writer, tmp_path / "x", packs, spec=spec, lossy=True)
     assert Reader(tmp_path / "x").read(1)["loss_mask"].tolist() == [1, 1, 0]
-    with pytest.raises(SequenceError, match="nothing is truncated"):
+    with pytest.raises(SequenceError, match="packs are not truncated"):
         write_packs(Writer, tmp_path / "y", packs, spec={**spec, "capacity": 2}, lossy=True)
 
 

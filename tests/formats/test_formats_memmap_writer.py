@@ -66,9 +66,7 @@ def test_masks_are_stored_as_they_come(tmp_path: Path) -> None:
         assert loaded(Path(folder))["loss_mask"][:, :50].sum() == 99
         reader = Reader(folder)
         assert [int(run.loss_mask.sum()) for run in reader.runs()] == [96]
-        assert reader.notes == [
-            "3 loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
-        ]
+        assert reader.notes == ["3 loss mask values at the end of a sequence were set to 0, because no token follows"]
 
 
 def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
@@ -79,7 +77,7 @@ def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
     assert_is(Reader(tmp_path / "x").read(0), pack)
     with pytest.raises(FormatError, match="once more"):
         Reader(tmp_path / "x", mask_alignment="token")
-    with pytest.raises(FormatError, match="'rolled', choose one of label, token, rolled-right"):
+    with pytest.raises(FormatError, match="unknown mask alignment 'rolled'; choose one of label, token, rolled-right"):
         MemmapShardWriter(tmp_path / "y", 1, 9, 2, mask_alignment="rolled")  # type: ignore[arg-type]
 
 
@@ -88,7 +86,7 @@ def test_packs_come_with_the_columns_that_the_writer_was_opened_for(tmp_path: Pa
     pack = Sample([5, 6, 7], [0, 1, 1], [0, 2])
     column = Column(ColumnSpec("sequence", np.float32), np.array([1.5, 2.5], np.float32))
     with MemmapShardWriter(tmp_path / "x", 1, 9, 2, columns={"grade": column.spec}) as writer:
-        with pytest.raises(FormatError, match="other columns than were announced"):
+        with pytest.raises(FormatError, match="other columns than the spec of this writer"):
             write_bins(writer, [pack])
         writer.write(dataclasses.replace(run_of([pack]), columns={"grade": column}))
         writer.finalize()
@@ -118,7 +116,7 @@ GOOD: dict[str, Any] = {"bin_id": 0, "input_ids": [5, 6, 7], "loss_mask": [0, 1,
         ({"seq_start_id": [0, 0]}, SequenceError, "P3"),
         ({"seq_start_id": [0, 3]}, SequenceError, "P4"),
         ({"seq_start_id": [0, 1, 2], "input_ids": [1] * 4, "loss_mask": [0] * 4}, FormatError, "and 2 more sequences"),
-        ({"input_ids": [1] * 5, "loss_mask": [0] * 5}, SequenceError, "5 tokens in rows of 4"),
+        ({"input_ids": [1] * 5, "loss_mask": [0] * 5}, SequenceError, "5 tokens, but rows have 4"),
     ],
 )
 def test_a_pack_that_breaks_a_rule_is_refused_and_leaves_no_trace(

@@ -39,8 +39,8 @@ def broken(**columns: Any) -> pa.Table:
     [
         ({"input_ids": None}, "input_ids is null"),
         ({"loss_mask": None}, "loss_mask is null"),
-        ({"input_ids": [7, None, 9]}, "input_ids holds a null"),
-        ({"seq_start_id": [0, None]}, "seq_start_id holds a null"),
+        ({"input_ids": [7, None, 9]}, "input_ids contains a null"),
+        ({"seq_start_id": [0, None]}, "seq_start_id contains a null"),
         ({"loss_mask": [0, 1]}, "3 in input_ids, 2 in loss_mask"),
         ({"input_ids": [], "loss_mask": []}, "P1"),
         ({"seq_start_id": []}, "P2"),
@@ -193,7 +193,7 @@ def test_a_longest_pack_that_is_not_the_longest_is_seen_in_either_way_of_reading
     pq.write_table(table.replace_schema_metadata({parquet.KEY: orjson.dumps(stated)}), tmp_path / "x")
     reader = Reader(tmp_path / "x")
     for use in (lambda: reader.read(1), lambda: list(reader.runs())):
-        with pytest.raises(SequenceError, match=r"x:1: 9 tokens, the file states a capacity of 8 \(rule P1\)"):
+        with pytest.raises(SequenceError, match=r"x:1: 9 tokens, but the capacity of the file is 8 \(rule P1\)"):
             use()
 
 

@@ -114,15 +114,15 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "seq_start_id": [0, 1]}
         (GOOD | {"loss_mask": [1, 0]}, "3 in input_ids, 2 in loss_mask"),
         (GOOD | {"input_ids": [1, 2, 2**31]}, "position 2 has id 2147483648"),
         (GOOD | {"input_ids": [1, -2, 3]}, "position 1 has id -2"),
-        (GOOD | {"input_ids": [1.5, 2, 3]}, "input_ids is no list of numbers"),
-        (GOOD | {"input_ids": "abc"}, "input_ids is no list of numbers"),
-        (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is no list of numbers"),
+        (GOOD | {"input_ids": [1.5, 2, 3]}, "input_ids is not a list of numbers"),
+        (GOOD | {"input_ids": "abc"}, "input_ids is not a list of numbers"),
+        (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is not a list of numbers"),
         (GOOD | {"loss_mask": [1, float("nan"), 0]}, "position 1 has loss mask nan"),
         (GOOD | {"loss_mask": [1, -1, 0]}, "position 1 has loss mask -1"),
         (GOOD | {"seq_start_id": []}, "no sequence starts"),
         (GOOD | {"seq_start_id": [1]}, "starts at 1, expected 0"),
-        (GOOD | {"seq_start_id": [0, 2, 2]}, "sequence 2 starts at 2, not after 2 .rule P3"),
-        (GOOD | {"seq_start_id": [0, 3]}, "sequence 1 starts at 3, the pack has 3 tokens"),
+        (GOOD | {"seq_start_id": [0, 2, 2]}, "sequence 2 starts at 2, expected a start after 2 .rule P3"),
+        (GOOD | {"seq_start_id": [0, 3]}, "sequence 1 starts at 3, but the pack has 3 tokens"),
     ],
 )
 def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -160,7 +160,7 @@ def test_an_attack_is_refused(tmp_path: Path, attack: Any, protocol: int) -> Non
     np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
     pickle.dump([GOOD | {"input_ids": attack(tmp_path / "made")}], file, protocol=protocol)
     path.write_bytes(file.getvalue())
-    with pytest.raises(FormatError, match=r"its pickle calls .*refused"):
+    with pytest.raises(FormatError, match=r"its pickle calls .*rejected"):
         read_legacy(path)
     assert os.listdir(tmp_path) == ["x.npy"]
 
@@ -217,7 +217,7 @@ def test_a_pickle_changes_nothing_that_it_names(tmp_path: Path) -> None:
 
 def test_an_array_of_numbers_is_no_list_of_packs(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(3))
-    with pytest.raises(FormatError, match="an array of int64, expected one of objects"):
+    with pytest.raises(FormatError, match="an array of int64, expected an array of objects"):
         read_legacy(tmp_path / "x.npy")
 
 

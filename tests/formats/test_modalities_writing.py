@@ -91,7 +91,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_loss_is_refused_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"neither loss masks nor packs.*--lossy"):
+    with pytest.raises(FormatError, match=r"no loss masks and no packs.*--lossy"):
         Writer(tmp_path / "out.pbin", spec_of([]))
     assert list(tmp_path.iterdir()) == []
 
@@ -171,7 +171,7 @@ def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin", "--lossy"]) == 0
     said = capsys.readouterr().out
     assert "lost: loss masks" in said
-    assert "lost: which sequences share a pack" in said
+    assert "lost: packs: every sequence" in said
     assert "read again and compared: the same but for what was lost" in said
 
     documents = [sample.tokens[a:b] for sample in packs for a, b in pairwise(sample.bounds)]
@@ -179,7 +179,7 @@ def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx"]) == 1
     assert "--mask-rule all" in capsys.readouterr().err
     assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx", "--mask-rule", "all"]) == 0
-    assert "note: no loss masks in the file" in capsys.readouterr().out
+    assert "note: the file has no loss masks" in capsys.readouterr().out
     back = Shard(tmp_path / "back")
     assert [back[i]["input_ids"].tolist() for i in range(len(back))] == documents
     assert all(back[i]["loss_mask"].tolist() == [1] * (len(ids) - 1) + [0] for i, ids in enumerate(documents))
@@ -200,5 +200,5 @@ def test_merge_damage_is_repaired_by_option(tmp_path: Path, capsys: pytest.Captu
     assert main(arguments) == 1
     assert "damaged by merging" in capsys.readouterr().err
     assert main([*arguments, "--repair-merge"]) == 0
-    assert "note: 2 documents placed by their lengths" in capsys.readouterr().out
+    assert "note: 2 documents were located by their lengths" in capsys.readouterr().out
     assert Shard(tmp_path / "shard")[1]["input_ids"].tolist() == [4] * 9

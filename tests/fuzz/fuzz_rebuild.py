@@ -31,7 +31,7 @@ def run(data: bytes) -> None:
             _hold_report(folder, done, before)
         else:
             assert contents(folder) == before
-            if "every file could be as its header says" not in done:  # known only after everything is derived
+            if "every file could be restored to match the header" not in done:  # known only after everything is derived
                 assert planned == done
 
 

@@ -221,7 +221,7 @@ def test_a_shard_that_names_no_tokenizer_takes_any(tmp_path: Path) -> None:
 def test_what_cannot_be_asked(chats: Path, tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "nothing").code == 1
     assert "needs" not in command("inspect", chats, "--pack", 10_000).err
-    assert "pack 10000, the shard has" in command("inspect", chats, "--pack", 10_000).err
+    assert "no pack 10000; the shard has" in command("inspect", chats, "--pack", 10_000).err
     for arguments in (
         ["--find", "x"],
         ["--find", "", "--tokenizer", TOKENIZER],

@@ -166,7 +166,7 @@ def test_a_line_for_each_item_of_a_pack(seen: Path) -> None:
     ]
     out = command("inspect", seen, "--pack", 1).out
     assert f"positions 0 to 2, 40 x 30 pixels, {sizes[3]:,} bytes, the same file as item 0 of pack 0\n" in out
-    assert re.search(r"positions 4 to 5, 8 bytes, no image that can be decoded: ", out)
+    assert re.search(r"positions 4 to 5, 8 bytes, the image cannot be decoded: ", out)
     assert "<image x 3>" in out
     found = json.loads(command("inspect", seen, "--pack", 1, "--json").out)
     assert found["media"][0] == {
@@ -234,7 +234,7 @@ def test_images_stand_in_the_text_of_the_page(seen: Path) -> None:
     assert found[0].startswith("image, 40 x 30 pixels, ")
     assert "audio, 1.50 seconds, " in found[2]
     assert "the same file as item 0 of pack 0" in found[3]
-    assert "no image that can be decoded: 'cannot identify image file'" in found[4]
+    assert "the image cannot be decoded: 'cannot identify image file'" in found[4]
     (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
     assert "img-src data:;" in (policy or "")
     assert "default-src 'none'" in (policy or "")

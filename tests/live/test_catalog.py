@@ -101,7 +101,7 @@ def test_a_folder_that_is_not_there_is_an_empty_catalog(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"beat": -1}, "beat is -1, expected a whole number from 0 on"),
+        ({"beat": -1}, "beat is -1, expected a whole number of at least 0"),
         ({"beat": 2**80}, "beat is "),
         ({"beat": "7"}, "beat is '7'"),
         ({"state": "asleep"}, "state is 'asleep', expected running | "),
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(catalog, change, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"capacity": 0}, "limits.capacity is 0, expected a whole number from 1 on"),
+        ({"capacity": 0}, "limits.capacity is 0, expected a whole number of at least 1"),
         ({"max_sequences_per_pack": 1.5}, "limits.max_sequences_per_pack is 1.5"),
         ({"token_dtype": "float64"}, "limits.token_dtype is 'float64', expected uint16 or int32"),
         ({"consumers": 0}, "limits.consumers is 0"),
@@ -197,7 +197,8 @@ def test_deep_nesting_is_refused(catalog):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(os.mkfifo, "neither a file nor a folder, expected a file"), (os.mkdir, "a folder is here")]
+    ("make", "words"),
+    [(os.mkfifo, "neither a file nor a folder, expected a file"), (os.mkdir, "a folder, expected a file")],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make, words):
     make(Path(catalog.folder, "_END.json"))
@@ -261,5 +262,8 @@ def test_a_state_that_was_not_written_is_not_taken_for_written(tmp_path, monkeyp
 
 @pytest.mark.parametrize("folder", ["s3://bucket/live", "msc://profile/live"])
 def test_a_catalog_in_an_object_store_is_refused(folder: str) -> None:
-    with pytest.raises(FormatError, match="share a file system; shards that are done may be copied to a bucket"):
+    with pytest.raises(
+        FormatError,
+        match="on a file system that producer and trainers share; finished shards can be copied to a bucket",
+    ):
         Catalog(folder)

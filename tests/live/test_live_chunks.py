@@ -100,7 +100,7 @@ def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: i
         assert chunks.wait(first, WAITER)
         assert ids_of(chunks, first) == [0, 1, 2, 3, 4]
         # Half a line never counts as complete, however long it stays unchanged.
-        with pytest.raises(SFTIndexError, match="ends in the middle of a line"):
+        with pytest.raises(SFTIndexError, match="ends with an incomplete line"):
             replace(chunks, max_wait=1.5).wait(first + 1, WAITER)
         assert process.poll() is None
         go.touch()
@@ -118,7 +118,9 @@ def test_the_end_is_declared_where_the_producer_writes_none(tmp_path: Path, capl
     assert Catalog(folder).end() == 3
     assert "the end is declared at 3 chunks" in caplog.text
     (tmp_path / "chunks/chunk_00003.jsonl").touch()
-    with pytest.raises(FormatError, match=r"chunk_00003.jsonl: it is there though the end was declared at 3 chunks"):
+    with pytest.raises(
+        FormatError, match=r"chunk_00003.jsonl: this chunk appeared after the end was declared at 3 chunks"
+    ):
         chunks_of(tmp_path).wait(2, WAITER)
 
 
@@ -129,7 +131,7 @@ def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
     with declaring_end(folder, 0.2, [folder]):
         chunks = chunks_of(tmp_path, max_wait=1.5, settle_seconds=0.1)
         assert ids_of(chunks, 0) == [0, 1, 2]
-        with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):
+        with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends with an incomplete line"):
             chunks.wait(1, WAITER)
     assert Catalog(folder).end() is None
 
@@ -175,7 +177,7 @@ def test_a_wait_speaks_once_and_can_be_stopped(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(Stopped):
         chunks_of(tmp_path).wait(3, waiter)
     assert [record.message for record in caplog.records] == [
-        "rank 3 waits 0 s for chunk 3 (chunk_00003.jsonl); chunk_00003.jsonl is not there, no chunk is there"
+        "rank 3 waits 0 s for chunk 3 (chunk_00003.jsonl); chunk_00003.jsonl does not exist, there are no chunks"
     ]
 
 
@@ -183,11 +185,11 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
     raw = EncodingOptions(str(TOKENIZER))
     with producer(tmp_path, packed_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(FormatError, match="it is packed already; leave --tokenizer out"):
+    with pytest.raises(FormatError, match="the chunk is already packed; leave --tokenizer out"):
         read_all(chunks_of(tmp_path, encoding=raw, num_chunks=1))
     with producer(tmp_path, raw_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(SFTIndexError, match="live ones need --tokenizer"):
+    with pytest.raises(SFTIndexError, match="--tokenizer for live chunks"):
         read_all(chunks_of(tmp_path, num_chunks=1))
     chunks = chunks_of(tmp_path, encoding=raw, num_chunks=1)
     assert chunks.limits(WAITER)[0].capacity == 64
@@ -196,7 +198,9 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["preference", "kto"])
 def test_answers_that_a_column_would_judge_are_refused(tmp_path: Path, kind: Any) -> None:
-    with pytest.raises(FormatError, match=f"--row-kind {kind} judges answers by a column, and chunks have none"):
+    with pytest.raises(
+        FormatError, match=f"--row-kind {kind} needs a column to mark bad answers, but chunks have no columns"
+    ):
         chunks_of(tmp_path, encoding=EncodingOptions(str(TOKENIZER), rows=RowOptions(kind=kind)))
 
 

@@ -101,5 +101,7 @@ def test_too_few_shards_ahead_are_refused_at_the_start(tmp_path: Path) -> None:
         command, env={**os.environ, **THREADS}, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert re.search(r"error: .*at most 1 shards ahead.* start it with --max-ahead-shards 2 or more", done.stderr)
+    assert re.search(
+        r"error: .*at most 1 shards ahead.* start the producer with --max-ahead-shards 2 or more", done.stderr
+    )
     assert "Traceback" not in done.stderr

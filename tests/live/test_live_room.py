@@ -243,7 +243,7 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
         if packs == 3:
             next(batches)
         else:
-            with pytest.raises(FormatError, match=r"take 4 packs a step need 4 to go on; .* --max-ahead-shards 4"):
+            with pytest.raises(FormatError, match=r"4 packs per step need 4; .* --max-ahead-shards 4"):
                 next(batches)
 
 

@@ -259,7 +259,7 @@ def test_the_log_says_what_is_going_on(runs: dict[str, Run]) -> None:
         r"rank \d waits 0 s for chunk \d+ \(chunk_\d{5}.jsonl\); ",
         r"rank 1: committed epoch 1, \d+ items, \d+ packs",
         r"chunk_00000.jsonl is completed",
-        r"no chunk came and none has grown for 4 s: the end is declared at 14 chunks",
+        r"no chunk was added or has grown for 4 s, so the end is declared at 14 chunks",
         r"the data ended after step 12, before --train-iters 1000",
     ):
         assert re.search(line, said), line

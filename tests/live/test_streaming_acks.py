@@ -74,7 +74,7 @@ def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) 
         with loader(shards, epochs=2) as batches:
             copies(batches, 6)
             batches.commit(batches.state_dict())
-            with pytest.raises(SFTIndexError, match="only the last completes shards"):
+            with pytest.raises(SFTIndexError, match="only the last one completes shards"):
                 next(batches)
     finally:
         beats.set()
@@ -98,7 +98,7 @@ def test_freed_shards_that_nobody_acknowledged_cannot_be_counted(catalog: Path) 
     remove(catalog, 0)
     with (
         loader(catalog, 1, 2) as batches,
-        pytest.raises(SFTIndexError, match="shard-000000: it was published and"),
+        pytest.raises(SFTIndexError, match="shard-000000: it was published, but"),
     ):
         copies(batches)
 
@@ -224,6 +224,6 @@ def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytes
         with loader(readable / "free") as batches:
             copies(batches)
             batches.commit(batches.state_dict())
-        assert sum("cannot be written to; nothing depends on it" in line for line in caplog.messages) == 1
+        assert sum("is not writable; this has no effect on training" in line for line in caplog.messages) == 1
 
     in_a_child(as_another, user=NOBODY)

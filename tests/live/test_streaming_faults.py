@@ -135,10 +135,10 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
         ([("become", "failed", "the tokenizer is gone")], {}, "producer failed: the tokenizer is gone"),
         ([("hush",)], {"producer_timeout": 0.5}, "the producer is dead"),
         ([("become", "stopped", "Ctrl-C"), ("hush",)], {"producer_timeout": 0.5}, r"stopped \(Ctrl-C\)"),
-        ([], {"max_wait": 0.5}, "longest wait allowed"),
+        ([], {"max_wait": 0.5}, "the maximum wait"),
         ([("become", "waiting for consumers")], {"producer_timeout": 0.5}, "save checkpoints more often, or let"),
         ([("lose", True), ("publish", 3)], {}, "shards below 2 were removed"),
-        ([("lose", False), ("publish", 3), ("end",)], {}, "was published and is not there"),
+        ([("lose", False), ("publish", 3), ("end",)], {}, "was published, but somebody removed it"),
     ],
 )
 def test_a_shard_that_will_not_come_is_an_error_that_says_why(
@@ -157,7 +157,7 @@ def test_a_shard_that_will_not_come_is_an_error_that_says_why(
 def test_no_producer_at_all(tmp_path: Path) -> None:
     with (
         loader(impatient(tmp_path / "nowhere", producer_timeout=0.3)) as batches,
-        pytest.raises(SFTIndexError, match="nowhere: rank 0 waits for shard-000000: no producer has been here"),
+        pytest.raises(SFTIndexError, match="nowhere: rank 0 waits for shard-000000: no producer has used this folder"),
     ):
         next(batches)
 
@@ -197,7 +197,7 @@ def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         taking.ended()
     waits = [line for line in caplog.messages if "waits" in line]
     assert len(waits) == 1
-    assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer silent for 0 s, 1 published")
+    assert waits[0].startswith("rank 3 waits 0 s for shard 3; last sign of life of the producer 0 s ago, 1 published")
 
 
 def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None
         path.unlink()
     (tmp_path / "c" / "shard-000001.seq.idx").symlink_to(tmp_path / "nowhere")
     taking = Taking(loader(impatient(tmp_path / "c")))
-    with pytest.raises(SFTIndexError, match="shard-000001: it was published and is not there any more"):
+    with pytest.raises(SFTIndexError, match="shard-000001: it was published, but somebody removed it"):
         taking.ended()
     assert sorted(taking.names) == names(0, 3)
 

@@ -234,7 +234,10 @@ def deal_with(**fields: Any) -> dict[str, Any]:
         ({"open_shards": [True]}, "open_shards"),
         ({"open_packs": 3, "open_shards": []}, "open_packs is 3, expected more than 0 where a group is open"),
         ({"open_packs": 0, "open_shards": [0]}, "open_packs is 0, expected more than 0 where a group is open"),
-        ({"open_packs": 3, "open_shards": [0], "packs": 2}, "packs is 2, expected those of the open group"),
+        (
+            {"open_packs": 3, "open_shards": [0], "packs": 2},
+            "packs is 2, expected at least the items of the open group",
+        ),
         ({"deal": None}, "deal"),
         (deal_with(size=0), "deal.size"),
         (deal_with(shuffle=1), "deal.shuffle"),
@@ -290,9 +293,9 @@ def test_states_of_several_steps_or_jobs_do_not_go_together() -> None:
         ([], "empty list"),
         ([first], r"ranks \[0\]"),
         ([first, first], r"ranks \[0, 0\]"),
-        ([of_many_ranks], r"expected one of each of the 4611686018427387904"),
-        ([first, later], "one step"),
-        ([first, of_another_seed], "one step"),
+        ([of_many_ranks], r"expected one state for each of the 4611686018427387904"),
+        ([first, later], "at different steps"),
+        ([first, of_another_seed], "at different steps"),
     ):
         with pytest.raises(FormatError, match=says):
             dealt_anew(states, size=3, window=1)
@@ -310,7 +313,7 @@ def test_the_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
     after_four = next(itertools.islice(walk(MemoryShards([8, 8]), start(1, 0)), 3, None)).state
     (state,) = gone_on([after_four], 1)
     assert state.deal.leftovers == (Item((0,), 4),)
-    with pytest.raises(FormatError, match="which have 3; resume with the catalog and the state that go together"):
+    with pytest.raises(FormatError, match="but these have only 3; resume with the catalog that belongs to the state"):
         list(walk(MemoryShards([3, 3]), state))
 
 

@@ -147,7 +147,7 @@ def test_segments_of_shards_that_are_not_there() -> None:
             segments([index], [(number, 0)])
     with pytest.raises(ValueError, match="shard 0, pack 0: no such pack"):
         segments([None, index], [(0, 0)])
-    with pytest.raises(TypeError, match="offsets are int64"):
+    with pytest.raises(TypeError, match="offsets must be int64"):
         segments([(index[0].astype(np.int32), *index[1:])], [(0, 0)])
     with pytest.raises(ValueError, match=r"packs \+ 1 values each"):
         segments([(index[0][:1], *index[1:])], [(0, 0)])

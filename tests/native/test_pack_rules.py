@@ -20,7 +20,7 @@ def sound(*arrays: NDArray[Any]) -> bool:
     """Return whether the kernel finds nothing. Check that a finding has a pack and a message."""
     tokens, mask, _, lengths, sequences = arrays
     if len(lengths) != len(sequences) or len(tokens) != len(mask):
-        with pytest.raises(ValueError, match=r"one a token|one sequence count a pack"):
+        with pytest.raises(ValueError, match=r"one per token|one sequence count per pack"):
             first_breach(*arrays, False, MOST, tokens.dtype, mask.dtype)
         return False
     try:

@@ -68,16 +68,19 @@ def test_a_pickle_cut_short_is_refused(value: Any, protocol: int, cut: int) -> N
 @pytest.mark.parametrize(
     ("opcodes", "words"),
     [
-        (b"Nr" + struct.pack("<I", 2**31) + b".", "byte 1 of the pickle: memo number 2147483648 in 7 bytes"),
-        (b"Np99999999999999999999999\n.", "byte 1 of the pickle: a memo number that is none"),
+        (
+            b"Nr" + struct.pack("<I", 2**31) + b".",
+            "byte 1 of the pickle: memo number 2147483648 in a pickle of 7 bytes",
+        ),
+        (b"Np99999999999999999999999\n.", "byte 1 of the pickle: an invalid memo number"),
         (b"Np4000000000\n.", "a memo number|memo number"),
-        (b"Nq\xff.", "memo number 255 in 4 bytes"),
-        (b"Np-1\n.", "a memo number that is none"),
-        (b"\x95" + struct.pack("<Q", 2**40) + b"N.", "byte 0 of the pickle: a frame reaches past the end"),
-        (b"\x8e" + struct.pack("<Q", 2**63) + b".", "byte 0 of the pickle: an argument reaches past the end"),
-        (b"B" + struct.pack("<I", 2**32 - 1) + b".", "an argument reaches past the end"),
-        (b"\xff.", "byte 0 of the pickle: no opcode"),
-        (b"", "byte 0 of the pickle: an argument reaches past the end"),
+        (b"Nq\xff.", "memo number 255 in a pickle of 4 bytes"),
+        (b"Np-1\n.", "an invalid memo number"),
+        (b"\x95" + struct.pack("<Q", 2**40) + b"N.", "byte 0 of the pickle: a frame extends past the end"),
+        (b"\x8e" + struct.pack("<Q", 2**63) + b".", "byte 0 of the pickle: an argument extends past the end"),
+        (b"B" + struct.pack("<I", 2**32 - 1) + b".", "an argument extends past the end"),
+        (b"\xff.", "byte 0 of the pickle: not an opcode"),
+        (b"", "byte 0 of the pickle: an argument extends past the end"),
     ],
 )
 def test_what_would_take_memory_is_refused(opcodes: bytes, words: str) -> None:

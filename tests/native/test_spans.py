@@ -106,9 +106,9 @@ def test_rows_that_tokens_do_not_spell_are_named_and_weigh_nothing():
         ([(2, 1, 1.0)], r"row 0: span \[2, 1\) descends"),
         ([(-1, 1, 1.0)], r"row 0: span \[-1, 1\) descends"),
         ([(0, 2, 1.0), (1, 3, 1.0)], r"row 0: span \[1, 3\) descends or overlaps"),
-        ([(0, 4, 1.0)], r"row 0: span \[0, 4\) ends past the text"),
-        ([(9, 9, 1.0)], r"row 0: span \[9, 9\) ends past the text"),
-        ([(0, 2**62, 1.0)], "ends past the text"),
+        ([(0, 4, 1.0)], r"row 0: span \[0, 4\) ends after the text"),
+        ([(9, 9, 1.0)], r"row 0: span \[9, 9\) ends after the text"),
+        ([(0, 2**62, 1.0)], "ends after the text"),
     ],
 )
 def test_bad_spans_are_refused(spans, message):
@@ -125,7 +125,7 @@ def test_bad_spans_are_refused(spans, message):
         ({"text_offsets": np.array([1, 3], np.int64)}, "text_offsets must run"),
         ({"span_offsets": np.array([0, 0, 1], np.int64)}, "same number of rows"),
         ({"token_offsets": np.zeros((2, 2), np.int64)}, "token_offsets must be one-dimensional"),
-        ({"span_weights": np.zeros(2, np.float32)}, "one value a span"),
+        ({"span_weights": np.zeros(2, np.float32)}, "one value per span"),
         ({"span_edges": np.zeros(2, np.int64)}, r"span_edges must be \[spans, 2\]"),
         ({"ids": np.zeros((1, 3), np.uint32)}, "ids must be one-dimensional"),
     ],

@@ -173,18 +173,18 @@ def test_each_sequence_its_own_group_is_no_groups():
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "words"),
     [
-        ([3, 3, 4], {"groups": [0, 0]}, ValueError, r"groups has the shape \(2,\), expected \(3,\)"),
-        ([3, 3], {"groups": [0.0, 0.0]}, TypeError, "groups are float64"),
-        ([3, 3, 3, 3], {"groups": [7, 8, 8, 7]}, ValueError, "groups holds 7 in 2 places"),
+        ([3, 3, 4], {"groups": [0, 0]}, ValueError, r"groups has shape \(2,\), expected \(3,\)"),
+        ([3, 3], {"groups": [0.0, 0.0]}, TypeError, "groups has dtype float64"),
+        ([3, 3, 3, 3], {"groups": [7, 8, 8, 7]}, ValueError, "group 7 occurs in 2 separate places"),
         ([3, 3, 6, 5], {"groups": [0, 0, 1, 1]}, SequenceError, "lengths:2: the group that begins here has 11 tokens"),
-        ([3, 11], {"groups": [0, 0]}, SequenceError, "length 11 does not fit capacity 10"),
+        ([3, 11], {"groups": [0, 0]}, SequenceError, "length 11 does not fit into the capacity 10"),
         (
             [3, 2, 4],
             {"groups": [0, 0, 0], "sequence_multiple": 4},
             SequenceError,
             "12 tokens, each sequence rounded up",
         ),
-        ([3, 3, 3], {"groups": [0, 0, 1], "max_sequences_per_pack": 4}, ValueError, "goes with groups of one size"),
+        ([3, 3, 3], {"groups": [0, 0, 1], "max_sequences_per_pack": 4}, ValueError, "needs groups of equal size"),
         ([3, 3], {"groups": [0, 0], "max_sequences_per_pack": 1}, ValueError, "but groups have 2 sequences"),
     ],
 )
@@ -367,7 +367,7 @@ def test_a_length_that_fits_only_before_rounding_up_is_named():
     [
         ({"method": "worst-fit"}, ValueError, "auto, best-fit, exact-fill"),
         ({"effort": "max"}, ValueError, "normal, high"),
-        ({"effort": "high", "method": "best-fit"}, ValueError, "goes with method='auto'"),
+        ({"effort": "high", "method": "best-fit"}, ValueError, "needs method='auto'"),
         ({"capacity": 0}, ValueError, "capacity is 0"),
         ({"capacity": 2**31}, ValueError, "capacity is 2147483648"),
         ({"capacity": 8.0}, TypeError, "capacity is 8.0"),
@@ -380,8 +380,8 @@ def test_a_length_that_fits_only_before_rounding_up_is_named():
         ({"seed": None}, TypeError, "seed is None"),
         ({"lengths": [1.0]}, TypeError, "float64"),
         ({"lengths": [True]}, TypeError, "bool"),
-        ({"lengths": ["1"]}, TypeError, "integers are needed"),
-        ({"lengths": [2**70]}, TypeError, "integers are needed"),
+        ({"lengths": ["1"]}, TypeError, "expected integers"),
+        ({"lengths": [2**70]}, TypeError, "expected integers"),
         ({"lengths": [[1]]}, ValueError, "2 dimensions"),
         ({"lengths": 5}, ValueError, "0 dimensions"),
     ],
@@ -442,7 +442,7 @@ def test_a_stream_names_positions_and_options():
         packer.add([6, 101])
     packer.add([6])  # the rejected call had no effect
     assert sorted(np.concatenate(packer.finish()).tolist()) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="method is 'no'"):
+    with pytest.raises(ValueError, match="unknown method 'no'"):
         WindowPacker(100, method="no")
     with pytest.raises(ValueError, match="full is 2"):
         WindowPacker(100, full=2)

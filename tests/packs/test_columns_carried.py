@@ -218,11 +218,11 @@ def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
         (None, r"t: has no column note; it has .*; .*s has one; a merged shard has the columns that all have"),
         (
             ColumnSpec("pack", "f4"),
-            r"t: column note is float32 x 1 a pack, in .*s uint16 x 2 a token, aligned with lab",
+            r"t: column note is float32 x 1 per pack, but uint16 x 2 per token, aligned with lab",
         ),
         (ColumnSpec("token", "u2", 1, "label"), r"t: column note is uint16 x 1 a token, .*s uint16 x 2"),
         (ColumnSpec("token", "i2", 2, "label"), r"t: column note is int16 x 2"),
-        (ColumnSpec("token", "u2", 2), r"t: column note is uint16 x 2 a token, aligned with tokens, in"),
+        (ColumnSpec("token", "u2", 2), r"t: column note is uint16 x 2 per token, aligned with tokens, but"),
     ],
 )
 def test_columns_that_do_not_go_together_are_refused_and_left_out_with_leave(

@@ -79,7 +79,7 @@ def test_a_source_replaced_after_the_checks_is_refused(tmp_path: Path) -> None:
         if read_header(sources[1]).num_packs == 4:
             write_samples(sources[1], demo_samples(5), capacity=64, overwrite=True)
 
-    with pytest.raises(FormatError, match="another shard was published over it"):
+    with pytest.raises(FormatError, match="another shard has replaced it"):
         merged(sources, tmp_path / "m", watch=sums_told(replace))
     assert not list(tmp_path.glob("m*"))
 

@@ -114,7 +114,7 @@ def test_a_catalog_has_the_images_of_its_rows(folder: Path, calm: Path) -> None:
     text = ("--input", folder / "rows.jsonl", "--tokenizer", folder / "processor")
     other = command("produce", "--catalog", calm, *text, *SMALL)
     assert (other.code, "other options: processor was" in other.err) == (1, True), other.err
-    with loader(calm, seq_length=4096) as batches, pytest.raises(FormatError, match="holds images or audio"):
+    with loader(calm, seq_length=4096) as batches, pytest.raises(FormatError, match="contains images or audio"):
         next(batches)
     with loader(calm, seq_length=4096, ignore_media=True) as batches:
         taken = sum(int((batch["loss_mask"].sum(1) > 0).sum()) for batch in batches)

@@ -293,7 +293,7 @@ def test_slow_input_does_not_hold_back_what_is_there(rows, calm, tmp_path):
 def test_compressed_data_in_a_pipe_is_named(tmp_path):
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
     refused = piped(tmp_path / "rows.jsonl.gz", tmp_path / "c")
-    assert (refused.code, "standard input: gzip data; unpack it on the way" in refused.err) == (1, True)
+    assert (refused.code, "standard input: gzip data; decompress it in the pipe" in refused.err) == (1, True)
 
 
 def test_input_without_a_row_is_an_error(tmp_path):

@@ -99,29 +99,29 @@ DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor 
 PREPARING: Scenes = {
     "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
     "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
-    "cannot be traced, and ends assistant message": lambda: prepare(template=MEASURES),
-    "treats what this row says": lambda: prepare(template=COUNTS),
+    "cannot be traced, and it ends assistant message": lambda: prepare(template=MEASURES),
+    "cannot be traced through": lambda: prepare(template=COUNTS),
     "the generation markers enclose": lambda: prepare(template=MARKS_ALL),
     "writes outside its generation markers": lambda: prepare(template=PART),
-    "leaves out the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
-    "which may say what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
-    "has no words in content": lambda: prepare(
-        rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]
+    "drops the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
+    "which may control what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
+    "has no text in content": lambda: prepare(rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]),
+    "the row has a preference pair": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
+    "drops the words 'b'": lambda: prepare(template=NO_CONTENT),
+    "the assistant messages in this row are empty": lambda: prepare(
+        rows=[{"messages": [{"role": "user", "content": "a"}]}]
     ),
-    "a preference row": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
-    "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
-    "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),
-    "the chat template asks for today's date": lambda: prepare(template=DATE),
+    "the chat template uses today's date": lambda: prepare(template=DATE),
     "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),
-    "it takes more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
+    "it needs more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
     "chat templates cannot call": lambda: prepare(template="{{ messages[0].content.encode() }}"),
     "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
     "a tokenizer without tokenizer.json": lambda: with_only("vocab.json"),
-    "is written in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
+    "is in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
     "a finished shard is here": lambda: again("--seed", 1),
     "holds parts of an interrupted preprocess": lambda: interrupted("--append-eod"),
     "pip install 'megatron-sft-idx[parquet]'": missing_package,
@@ -134,7 +134,7 @@ READING: Scenes = {
     "found id 1164": lambda: says("verify", "--full", "--vocab-size", 1000, "data/chats"),
     "a tokenizer of fingerprint": lambda: says("inspect", "data/chats", "--tokenizer", other_tokenizer()),
     "no known packed data": lambda: says("convert", str(TOKENIZER), "x/out", "--to", "sft-idx"),
-    "a .pbin keeps neither": lambda: says("convert", "data/chats", "x/out.pbin", "--to", "pbin"),
+    "a .pbin stores no loss masks": lambda: says("convert", "data/chats", "x/out.pbin", "--to", "pbin"),
 }
 
 

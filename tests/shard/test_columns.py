@@ -124,7 +124,7 @@ def test_packs_at_once_and_whole_shards_bring_their_columns(tmp_path: Path) -> N
     for name in SPECS:
         assert (tmp_path / f"z.{name}.col").read_bytes() == (tmp_path / f"x.{name}.col").read_bytes()
     with (
-        pytest.raises(FormatError, match=r"column .* is not as .*y2 was opened for it"),
+        pytest.raises(FormatError, match=r"column .* differs from the column that .*y2 was opened with"),
         ShardWriter(tmp_path / "y2") as w,
     ):
         w.add_shard(shard)
@@ -133,12 +133,15 @@ def test_packs_at_once_and_whole_shards_bring_their_columns(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        (None, "columns none; this writer was opened for grade, source"),
-        ({"grade": [1.0]}, "columns grade; this writer was opened for grade, source"),
-        ({"grade": [1.0, 2.0], "source": [[0, 1]]}, r"column grade has shape \(2,\); expected \(1,\): one row a pack"),
-        ({"grade": [1.0], "source": [[0, 1]]}, r"column source has shape \(1, 2\); expected \(2, 2\): one row a seq"),
-        ({"grade": [1.0], "source": [[0, 1], [0, -1]]}, "column source holds values that uint32 does not"),
-        ({"grade": [1e300], "source": [[0, 1], [0, 2]]}, "column grade holds values that float32 does not"),
+        (None, "columns none, but this writer was opened for grade, source"),
+        ({"grade": [1.0]}, "columns grade, but this writer was opened for grade, source"),
+        (
+            {"grade": [1.0, 2.0], "source": [[0, 1]]},
+            r"column grade has shape \(2,\); expected \(1,\): one row per pack",
+        ),
+        ({"grade": [1.0], "source": [[0, 1]]}, r"column source has shape \(1, 2\); expected \(2, 2\): one row per seq"),
+        ({"grade": [1.0], "source": [[0, 1], [0, -1]]}, "column source has values that do not fit into uint32"),
+        ({"grade": [1e300], "source": [[0, 1], [0, 2]]}, "column grade has values that do not fit into float32"),
         ({"grade": [1.0], "source": [[0, 1], [0, 0.5]]}, "column source has dtype float64; expected uint32"),
     ],
 )
@@ -161,7 +164,7 @@ def test_values_that_do_not_fit_are_refused_and_nothing_of_the_pack_is_kept(
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "a-b", "a.b", "a/b", "loss", "seq", "tokens", "labels", "a" * 65])
 def test_names_that_would_not_do(tmp_path: Path, name: str) -> None:
-    with pytest.raises(FormatError, match="a name is of small letters"):
+    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
         ShardWriter(tmp_path / "x", columns={name: SOURCE})
     assert os.listdir(tmp_path) == []
 
@@ -280,15 +283,15 @@ def test_an_attachment_that_lost_its_column_is_made_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        (np.zeros(3), "3 rows, expected 100: one a sequence"),
+        (np.zeros(3), "3 rows, expected 100: one per sequence"),
         ([np.zeros(99), np.zeros(2)], "101 rows, expected 100"),
-        ([np.zeros(99), np.zeros((1, 2))], "from row 99 on: column x has shape"),
-        (np.zeros((100, 2, 2)), "from row 0 on: column x has shape"),
+        ([np.zeros(99), np.zeros((1, 2))], "from row 99: column x has shape"),
+        (np.zeros((100, 2, 2)), "from row 0: column x has shape"),
         (np.zeros(100, "c8"), "dtype complex64"),
         ([], "0 rows, expected 100"),
-        ([[[1], [1, 2]]], "from row 0 on: column x: the values make no array"),
-        ([np.zeros(99), [[1], [1, 2]]], "from row 99 on: column x: the values make no array"),
-        (list(range(100)), r"from row 0 on: column x has shape \(\); expected an array of some rows"),
+        ([[[1], [1, 2]]], "from row 0: column x: the values cannot be converted to an array"),
+        ([np.zeros(99), [[1], [1, 2]]], "from row 99: column x: the values cannot be converted to an array"),
+        (list(range(100)), r"from row 0: column x has shape \(\); expected an array of some rows"),
     ],
 )
 def test_what_cannot_be_attached_leaves_nothing(tmp_path: Path, values: Any, match: str) -> None:
@@ -311,7 +314,7 @@ def test_a_column_replaced_while_it_is_opened_is_not_mixed(tmp_path: Path, monke
         return open_items(*arguments)
 
     monkeypatch.setattr(columns_module, "open_items", replacing)
-    with pytest.raises(FormatError, match="another column was attached since this one was opened"):
+    with pytest.raises(FormatError, match="another column was attached after this one was opened"):
         Shard(tmp_path / "x", columns=["x"])
 
 
@@ -327,7 +330,9 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
         write_column(tmp_path / "x", "mine", np.zeros(len(PACKS)), per="pack", overwrite=True)
     with pytest.raises(FormatError, match=r"x\.mine\.col"):
         write_columned(tmp_path / "x", PACKS, {"mine": ColumnSpec("pack", "u1")}, overwrite=True)
-    with pytest.raises(FormatError, match=r"x\.mine\.col: it has the name of a column of .*x and is no column"):
+    with pytest.raises(
+        FormatError, match=r"x\.mine\.col: the file has the name of a column of .*x, but is not a column"
+    ):
         write_samples(tmp_path / "x", PACKS[:3], overwrite=True)
     remove_shard(ShardPaths.of(tmp_path / "x"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.mine.col", "a list of mine")]
@@ -335,7 +340,7 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
-    with pytest.raises(ShardNotFoundError, match=r"has no column other; it has .*; write_column attaches one"):
+    with pytest.raises(ShardNotFoundError, match=r"has no column other; it has .*; attach it with write_column"):
         Shard(tmp_path / "x", columns=["other"])
     assert Shard(tmp_path / "x").columns.get("other") is None
     os.unlink(tmp_path / "x.source.col")
@@ -568,7 +573,7 @@ def test_a_broken_rule_is_named(
     assert {finding.rule for finding in report.findings} <= {rule, "C8", "C2"} | others
     assert found[0].path == str(path)
     assert offset in (None, found[0].offset)
-    assert re.fullmatch(rf".*\.source\.col: byte \d+: found .+, expected .+ \(rule {rule}\); .+", str(found[0]))
+    assert re.fullmatch(rf".*\.source\.col: byte \d+: .+ \(rule {rule}\); .+", str(found[0]))
     if rule not in ("C7", "C9"):
         with pytest.raises(SFTIndexError) as refused:
             Shard(tmp_path / "x", columns=["source"])
@@ -624,7 +629,7 @@ def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
     write_samples(tmp_path / "x", PACKS)
     torn = change(paired(100)).astype(np.uint32)
     if rows:
-        with pytest.raises(FormatError, match=r"column pair: sequences from \d+ on are .* \(rule C10\)"):
+        with pytest.raises(FormatError, match=r"column pair: sequences \d+ and \d+ have .* \(rule C10\)"):
             write_column(tmp_path / "x", "pair", np.split(torn, [33]), per="sequence")
     with unchecked():
         write_column(tmp_path / "x", "pair", torn, per="sequence")
@@ -637,7 +642,9 @@ def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
     if not rows:
         np.testing.assert_array_equal(pair_numbers(Shard(tmp_path / "x")), paired(100)[:, 0])
         return
-    with pytest.raises(CorruptShardError, match=rf"byte {found[0].offset}: sequences from {rows[0]} on are .*rule C10"):
+    with pytest.raises(
+        CorruptShardError, match=rf"byte {found[0].offset}: sequences {rows[0]} and {rows[0] + 1} have .*rule C10"
+    ):
         pair_numbers(Shard(tmp_path / "x"))
 
 
@@ -696,12 +703,12 @@ def test_a_column_that_names_no_files_is_no_source(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"column source: expected uint32 values .* and metadata with 'files'"):
         write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
     beyond = np.full((100, 2), 3, np.uint32)
-    with pytest.raises(FormatError, match="sequence 0 is of file 3, expected less than 3"):
+    with pytest.raises(FormatError, match="sequence 0 is from file 3, expected a number below 3"):
         write_column(tmp_path / "x", "source", beyond, per="sequence", metadata=SOURCE.metadata)
     with unchecked():
         write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
     assert [(f.rule, f.found) for f in verify_shard(tmp_path / "x").findings] == [
-        ("C9", "a source that names no files")
+        ("C9", "a source column without file names")
     ]
 
 
@@ -719,6 +726,6 @@ def test_a_column_of_another_shard_is_a_finding_and_not_a_column(tmp_path: Path)
 
 def test_names_are_checked_where_they_are_asked_for(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
-    with pytest.raises(FormatError, match="a name is of small letters"):
+    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
         Shard(tmp_path / "x", columns=["../x"])
     assert check_column_name("a_1") == "a_1"

@@ -24,11 +24,11 @@ def chat(*messages):
 ROWS = {
     "not JSON": ("{", "not valid JSON"),
     "not an object": ([1, 2], "expected an object"),
-    "no chat": ({"url": "hello"}, "no columns that make a chat"),
+    "no chat": ({"url": "hello"}, "no columns of a chat"),
     "text alone": ({"text": "hello"}, "the row has only text"),
     "a bad message": (chat(ASK, {**ANSWER, "weight": -1}), "messages[1].weight"),
-    "assistant never speaks": (chat(ASK), "the assistant says nothing"),
-    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference row"),
+    "assistant never speaks": (chat(ASK), "the assistant messages in this row are empty"),
+    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference pair"),
     "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels"),
     "id beyond the vocabulary": ({"input_ids": [1, 999_999], "loss_mask": [0, 1]}, "999999"),
     "lone surrogate": (chat(ASK, {"role": "assistant", "content": "\ud800"}), "surrogate"),
@@ -76,11 +76,11 @@ def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + picky + "<|im_end|>{% endfor %}")
     arguments = ("--chat-template", tmp_path / "t.jinja")
     asks_date, odd = ({"messages": [{**ASK, key: 1}, ANSWER]} for key in ("date", "odd"))
-    for bad, says in (({"messages": []}, "messages is empty"), (odd, "refuses it: odd")):
+    for bad, says in (({"messages": []}, "messages is empty"), (odd, "rejects it: odd")):
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, bad, asks_date])
         clean_failure(done, f"{tmp_path / 'rows.jsonl'}:2: ", says)
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, asks_date, bad])
-        clean_failure(done, "asks for today's date", "--template-date")
+        clean_failure(done, "uses today's date", "--template-date")
         nothing_made(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_bad_file(tmp_path, kind):
 def test_same_file_twice(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(GOOD))
     done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", tmp_path / "*.jsonl")
-    clean_failure(done, "named twice")
+    clean_failure(done, "matched twice")
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -144,12 +144,12 @@ TEMPLATES = {
     "syntax": ("{% for m in messages %}{{ m.content }}", (), "line 1"),
     "unknown filter": ("{% for m in messages %}{{ m.content | nope }}{% endfor %}", (), "nope"),
     "raises": ("{{ raise_exception('no system message') }}", (), "no system message"),
-    "drops the answer": ("{% for m in messages %}{{ m.role }}\n{% endfor %}", (), "leaves out the words 'A test.'"),
+    "drops the answer": ("{% for m in messages %}{{ m.role }}\n{% endfor %}", (), "drops the words 'A test.'"),
     "writes nothing": ("", (), "rows.jsonl:1: "),
     "asks for the date": (
         "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}", (), "--template-date",
     ),
-    "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: a template may not do this"),
+    "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: not allowed in a template"),
     "loops for ever": ("{% for i in range(10 ** 12) %}x{% endfor %}", (), "Range too big"),
 }  # fmt: skip
 

@@ -150,5 +150,5 @@ def test_files_left_over_from_an_earlier_shard_are_no_part_of_a_text_shard(tmp_p
     assert rebuild(tmp_path / "x").whole
     # Without its header, the owner of the files is unknown: they are reported and not used.
     (tmp_path / "x.seq.idx").unlink()
-    with pytest.raises(FormatError, match=r"x\.media\.items: of shard \w+, and the other files would be"):
+    with pytest.raises(FormatError, match=r"x\.media\.items: belongs to shard \w+, but the other files would form"):
         rebuild(tmp_path / "x")

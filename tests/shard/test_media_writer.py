@@ -121,7 +121,7 @@ def test_a_list_of_items_is_of_one_pack(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
         for lengths in ([], [1, 1]):
             arrays = np.zeros(len(lengths), int), np.zeros(len(lengths), int), np.zeros(len(lengths), int)
-            with pytest.raises(SequenceError, match="of one pack"):
+            with pytest.raises(SequenceError, match="of MediaItem objects"):
                 shard.add_packs(*arrays, lengths, [1] * len(lengths), media=[item_of("image", 0, 1)])
         assert shard.num_packs == 0
 

@@ -197,7 +197,7 @@ def test_a_shard_replaced_under_a_reader_is_an_error(folder: Path, url: str) -> 
     for _ in range(2):
         with pytest.raises(FormatError, match="replaced"):
             shard[0]
-    with pytest.raises(FormatError, match="this dataset was made from"):
+    with pytest.raises(FormatError, match="this dataset was opened with"):
         pickle.loads(state)[0]
 
 

@@ -243,7 +243,7 @@ def test_masks_may_be_booleans_or_floats(tmp_path: Path, mask: np.ndarray, dtype
         (0, [[5, 6], [7, 8]], "pack 0: tokens has shape (2, 2)"),
         (0, [5.0, 6.0, 7.0, 8.0], "pack 0: tokens has dtype float64; expected integers"),
         (0, [5, 6, 7, None], "pack 0: tokens has dtype object"),
-        (0, np.array([5, 6, 7, 2**63], np.uint64), "pack 0: tokens holds 9223372036854775808, far outside"),
+        (0, np.array([5, 6, 7, 2**63], np.uint64), "pack 0: tokens has 9223372036854775808, which is too large"),
         (0, [5, 6, 7, 2**64], "pack 0: tokens has dtype object"),
         (0, [True] * 4, "pack 0: tokens has dtype bool; expected integers"),
         (0, ["a", "b", "c", "d"], "pack 0: tokens has dtype <U1"),

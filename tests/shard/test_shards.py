@@ -66,7 +66,7 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
     write_samples(tmp_path / "x", demo_samples(1))
     (tmp_path / "x").mkdir()
     assert find_prefixes(tmp_path / "x") == [f"{tmp_path}/x"]
-    with pytest.raises(ShardNotFoundError, match="no shard of its own"):
+    with pytest.raises(ShardNotFoundError, match="directly contains no shard"):
         find_prefixes(f"{tmp_path}/x/")
     write_samples(tmp_path / "x/y", demo_samples(1))
     with pytest.raises(FormatError, match=r"name either .*x\.seq\.idx or .*x/"):
@@ -110,7 +110,7 @@ def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> 
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ShardNotFoundError, match="holds no shard"):
+    with pytest.raises(ShardNotFoundError, match="contains no shard"):
         find_prefixes(tmp_path)
     with pytest.raises(ShardNotFoundError, match="no shard and no folder"):
         find_prefixes(tmp_path / "*.bin")
@@ -236,5 +236,5 @@ def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_pa
 
 @pytest.mark.parametrize("name", ["", ".", "..", "sub/..", "sub/", "./", ".bin", "..seq.idx"])
 def test_a_folder_is_no_prefix(name: str) -> None:
-    with pytest.raises(FormatError, match="not a prefix; name a shard inside a folder"):
+    with pytest.raises(FormatError, match="not a prefix; pass a shard inside a folder"):
         ShardPaths.of(name)

@@ -63,4 +63,4 @@ def test_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "chunk_00001.jsonl" in last, json.dumps(done.stderr[-3000:])
-    assert "ends in the middle of a line" in last
+    assert "ends with an incomplete line" in last

@@ -144,12 +144,12 @@ def test_what_is_no_pair_of_the_same_images_is_refused() -> None:
     one, two = uri(FILES[0]), uri(FILES[1])
     with pytest.raises(RowError, match="rejected_images and images differ"):
         pair_of(messages=asked + good, rejected_response="the cat", images=[one], rejected_images=[two])
-    with pytest.raises(RowError, match="image 2 of its messages has no file"):
+    with pytest.raises(RowError, match="image 2 in the messages has no file"):
         pair_of(prompt=asked, chosen="see <image>", rejected="the cat", images=[one])
-    with pytest.raises(RowError, match="images has 2 files, and the messages have 1 places"):
+    with pytest.raises(RowError, match="images has 2 files, but the messages have 1 placeholders"):
         pair_of(prompt=asked, chosen=good, rejected=bad, images=[one, two])
     own = [[{"role": "user", "content": [{"type": "image", "image": each}, text("hello")]}] for each in (one, two)]
-    with pytest.raises(RowError, match=r"no common prompt|the first message that differs is no answer"):
+    with pytest.raises(RowError, match=r"no common prompt|the first message in which they differ"):
         pair_of(chosen=own[0] + good, rejected=own[1] + bad)
     with pytest.raises(RowError, match="videos cannot"):
         pair_of(prompt=asked, chosen=good, rejected=bad, images=[one], videos=["a.mp4"])
@@ -159,7 +159,7 @@ def test_what_is_no_pair_of_the_same_images_is_refused() -> None:
 
 def test_without_a_processor_images_are_refused() -> None:
     asked = [{"role": "user", "content": "hello"}]
-    with pytest.raises(RowError, match="the row has images; --processor FOLDER reads images"):
+    with pytest.raises(RowError, match="the row has images; pass --processor FOLDER to read images"):
         read_judged(
             {"prompt": asked, "chosen": "hi", "rejected": "no", "images": ["a.png"]}, RowOptions(kind="preference")
         )

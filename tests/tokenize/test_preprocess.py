@@ -278,7 +278,7 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     refused = preprocess(tmp_path / "a/x", "--earlier-reasoning", "error", rows=thoughtful)
     assert refused.code == 1
     assert "rows.jsonl:1: " in refused.err
-    assert "leaves out the reasoning of assistant message" in refused.err
+    assert "drops the reasoning of assistant message" in refused.err
     done = preprocess(tmp_path / "b/x", "--earlier-reasoning", "split", rows=thoughtful)
     assert done.code == 0, done.err
     texts, said = [], ""

@@ -172,7 +172,7 @@ def test_paths_begin_at_the_input_or_at_the_root_and_do_not_leave_it(tmp_path: P
     root = ("--media-root", tmp_path / "elsewhere")
     for source, given, code, said in (
         (beside, (), 0, ""),
-        (other, (), 1, "--media-root FOLDER says where files are"),
+        (other, (), 1, "pass --media-root FOLDER, the folder of the files"),
         (other, root, 0, ""),
         (outside, root, 1, "is not in"),
         (whole, (), 0, ""),
@@ -206,7 +206,7 @@ def test_options_of_media_go_with_a_processor(tmp_path: Path, processor: Path) -
         tmp_path / "out", "--processor", tmp_path,
     )  # fmt: skip
     assert outcome.code == 1
-    assert "transformers makes no processor of it" in outcome.err
+    assert "transformers cannot load a processor from it" in outcome.err
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_urls_are_read_with_download_alone(tmp_path: Path, processor: Path, serv
     source = write(tmp_path / "rows.jsonl", chats([f"{server}/{name}" for name in NAMES]))
     outcome = cli(tmp_path, processor, source)
     assert outcome.code == 1
-    assert "--download reads it" in outcome.err
+    assert "pass --download" in outcome.err
     outcome = cli(tmp_path, processor, source, "--download")
     assert outcome.code == 0, outcome
     assert set(shown_by(Shard(str(tmp_path / "out")))) == set(files)

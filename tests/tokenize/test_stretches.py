@@ -110,7 +110,7 @@ def test_an_object_that_was_replaced_is_an_error(tmp_path, monkeypatch):
     stretch: Stretch = next(cut_input([file], Cutting(16, 2)))
     (tmp_path / "store/a.jsonl").write_bytes(b'{"a": 2}\n' * 50)
     for act in (lambda: list(cut_input([file], Cutting(16, 2))), lambda: list(read_pieces(stretch, Cutting(16, 2)))):
-        with pytest.raises(FormatError, match="was replaced since the run began"):
+        with pytest.raises(FormatError, match="was replaced during the run"):
             act()
 
 

@@ -225,7 +225,7 @@ def test_rebuild_finishes_a_job_with_several_outputs(tmp_path: Path) -> None:
     left_whole(lambda: split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2)))
     for dry_run in (True, False):
         report = rebuild(tmp_path / "x", dry_run=dry_run)
-        assert report.note == "2 outputs of a split that was complete but for renames"
+        assert report.note == "2 outputs of a split that was complete except for renaming its files"
         assert (tmp_path / "x-00000-of-00002.seq.idx").exists() != dry_run
     assert not list(tmp_path.glob("*.building"))
     assert sum(len(Shard(tmp_path / f"x-0000{number}-of-00002")) for number in range(2)) == len(PACKS)

@@ -266,7 +266,7 @@ def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ({"images": 5}, "'images' is not a kind of item; the kinds are image, audio"),
+        ({"images": 5}, "unknown kind 'images'; the kinds are image, audio"),
         ({"image": -1}, "-1 for image, expected numbers from 0"),
         ({"image": float("nan")}, "nan for image"),
         ({"audio": float("inf")}, "inf for audio"),
@@ -290,9 +290,9 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         lambda **options: config_of(path, sequence_length=CAPACITY, **options),
         lambda **options: LiveConfig(0, 1, CAPACITY, **options),
     ):
-        with pytest.raises(FormatError, match="media and ignore_media exclude each other"):
+        with pytest.raises(FormatError, match="media and ignore_media cannot be combined"):
             make(media=keep_items, ignore_media=True)
-    with pytest.raises(FormatError, match="media_costs are for batches that carry images"):
+    with pytest.raises(FormatError, match="media_costs only apply to batches with images"):
         config_of(path, sequence_length=CAPACITY, ignore_media=True, media_costs={"image": 5})
     with pytest.raises(FormatError, match="media: Megatron's packing scheduler"):
         config_of(path, sequence_length=CAPACITY, media=keep_items, single_sequences=True)
@@ -453,24 +453,24 @@ def test_what_cannot_be_is_an_error(processor: Any, folder: Path, inputs: MediaI
 
     fits = of_images(processor, [png(30, 30)])
     short = fits._replace(items=[BatchItem("image", 1, 15, fits.items[0].data, 0, 0)])
-    with pytest.raises(FormatError, match=r"makes 16 positions of it, the shard has 15; take the processor"):
+    with pytest.raises(FormatError, match=r"expands it to 16 positions, but the shard has 15; use the processor"):
         inputs(short)
-    with pytest.raises(FormatError, match=r"image at position 1 of row 0: no image that can be decoded"):
+    with pytest.raises(FormatError, match=r"image at position 1 of row 0: the image cannot be decoded"):
         inputs(of_images(processor, [png(30, 30)[:200]]))
     with pytest.raises(FormatError, match="takes no audio"):
         inputs(fits._replace(items=[BatchItem("audio", 1, 16, wav(100), 0, 0)]))
-    with pytest.raises(FormatError, match=r"no folder with a config\.json"):
+    with pytest.raises(FormatError, match=r"no config\.json of the model"):
         MediaInputs(folder)
-    with pytest.raises(FormatError, match="transformers makes no processor"):
+    with pytest.raises(FormatError, match="transformers cannot load a processor"):
         MediaInputs(tmp_path, LlavaConfig())
-    with pytest.raises(FormatError, match="transformers makes no configuration"):
+    with pytest.raises(FormatError, match="transformers cannot load a configuration"):
         MediaInputs(folder, tmp_path)
     hybrid = LlavaConfig(
         text_config={"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 4, "num_hidden_layers": 4}
     )
-    with pytest.raises(FormatError, match=r"has linear_attention, and in such layers .* would see each other"):
+    with pytest.raises(FormatError, match=r"has layers of the type linear_attention .* would see each other"):
         MediaInputs(folder, hybrid)
-    with pytest.raises(FormatError, match="takes neither images nor audio"):
+    with pytest.raises(FormatError, match="supports neither images nor audio"):
         MediaInputs(processor.tokenizer, BertConfig())
     with pytest.raises(FormatError, match="threads 0"):
         MediaInputs(folder, LlavaConfig(), threads=0)
@@ -517,7 +517,7 @@ def test_a_placeholder_that_a_text_spells_is_an_error(processor: Any, inputs: Me
     assert torch.equal(padding["pixel_values"], inputs(fits)["pixel_values"])
     spelt = fits._replace(tokens=tokens, lengths=fits.lengths + 1)
     for batch in (spelt, spelt._replace(items=[])):
-        with pytest.raises(FormatError, match=r"of row 0: '<image>', at which the model looks for image"):
+        with pytest.raises(FormatError, match=r"of row 0: the placeholder '<image>' has no image"):
             inputs(batch)
 
 

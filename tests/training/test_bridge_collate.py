@@ -143,5 +143,5 @@ def test_our_class_on_theirs_refuses_what_it_would_train_wrongly(tmp_path: Path,
 def test_our_class_on_theirs_refuses_images(tmp_path: Path, packed_shard: Any) -> None:
     with ShardWriter(tmp_path / "x", media=True) as writer:
         writer.add_pack([5, 90, 90, 7], [0, 0, 1, 0], [0], media=[MediaItem("image", 1, 2, b"a PNG")])
-    with pytest.raises(FormatError, match=r"holds images or audio, .* use BridgeVLMConfig"):
+    with pytest.raises(FormatError, match=r"contains images or audio, .* use BridgeVLMConfig"):
         packed_shard(str(tmp_path / "x"))

@@ -175,7 +175,7 @@ def test_what_bridge_cannot_be_given_is_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path / "x", [[5, 2], [3]])
     whole = BatchAssembler(source, LENGTH, padding_mask=True).assemble([0, 1])
     for name, pattern in {
-        "padding_mask": "has no 'padding_mask'; make batches with padding_mask=True, which says where sequences end",
+        "padding_mask": "has no 'padding_mask'; make batches with padding_mask=True, which marks the ends of sequences",
         "labels": "has no 'labels'; make batches with form=\"wide\"",
         "cu_seqlens": "has no 'cu_seqlens'; pass whole batches",
         "tokens": "has no 'tokens'; pass a batch of BatchAssembler or BatchLoader",
@@ -183,7 +183,7 @@ def test_what_bridge_cannot_be_given_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=pattern):
             bridge_vlm_batch({key: value for key, value in whole.items() if key != name})
     for name in ("media", "input_features", "source"):
-        with pytest.raises(FormatError, match=rf"has '{name}', which .* does not take; it takes pixel_values, "):
+        with pytest.raises(FormatError, match=rf"has '{name}', which .* does not accept; it accepts pixel_values, "):
             bridge_vlm_batch({**whole, name: torch.zeros(1)})
     with pytest.raises(FormatError, match="has no tokens"):
         bridge_vlm_batch({**whole, "padding_mask": torch.ones_like(whole["padding_mask"])})

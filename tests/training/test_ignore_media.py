@@ -287,7 +287,7 @@ def test_media_are_refused_in_one_sentence_and_taken_as_text_with_leave(
     with pytest.raises(FormatError) as caught:
         make(folders["media"])
     message = str(caught.value)
-    assert message.count("holds images or audio") == 1
+    assert message.count("contains images or audio") == 1
     assert "pass ignore_media=True (--ignore-media)" in message
     assert "\n" not in message
     assert "pass media=MediaInputs(FOLDER)" in message
@@ -385,7 +385,7 @@ def test_live_data_are_read_up_to_the_first_shard_with_media(folders: dict[str, 
         for _ in range(count):
             next(batches)
         state = batches.state_dict()
-        with pytest.raises(FormatError, match=r"shard-000001: holds images or audio"):
+        with pytest.raises(FormatError, match=r"shard-000001: contains images or audio"):
             next(batches)
     goes_on = loader(folders["media"] / "catalog", seq_length=CAPACITY, shuffle=False, ignore_media=True)
     with goes_on as batches:
@@ -413,7 +413,7 @@ def test_chats_with_images_in_live_chunks(tmp_path: Path) -> None:
     shards = LiveChunks(str(tmp_path), Limits(256, 1), options, num_chunks=1)
     with (
         loader(shards, seq_length=256) as batches,
-        pytest.raises(FormatError, match=r"chunk_00000\.jsonl: holds images"),
+        pytest.raises(FormatError, match=r"chunk_00000\.jsonl: contains images"),
     ):
         next(batches)
     assert isinstance(batches, LiveLoader)

@@ -65,7 +65,7 @@ def test_flash_attention_finds_the_sequences_by_their_positions(case: Case, tmp_
 def test_the_layout_flash_is_refused(tmp_path: Path) -> None:
     """LLaVA's image encoder would use the boundaries of the texts."""
     case = Case.of("llava", tmp_path)
-    with pytest.raises(FormatError, match="layout 'flash' does not go together with media"):
+    with pytest.raises(FormatError, match="layout 'flash' cannot be combined with media"):
         as_torch(case.shard, "flash", media=case.inputs())
     use_flash_attention(case.model)
     flash = as_torch(case.shard, "flash", ignore_media=True)

@@ -338,10 +338,10 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
         pytest.param(
             ["--global-batch-size", "3"],
             1,
-            r"pretrain_sft.py: error: global batch size 3 is no multiple .*; make it one.*",
+            r"pretrain_sft.py: error: global batch size 3 is not a multiple .*; use a multiple.*",
             marks=pytest.mark.slow,
         ),
-        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1"),
+        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected shares of all packs, such as 98,1,1"),
         pytest.param(
             ["--num-attention-heads", "7"],
             2,

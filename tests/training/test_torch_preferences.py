@@ -192,7 +192,7 @@ def test_pairs_are_no_chats_in_a_wrapper(pairs: str) -> None:
             as_torch(source)
     assert len(as_torch(Subset(opened, [0]), preferences=True)) == 1
     for made in (as_torch(pairs, preferences=True), as_torch([1, pairs], preferences=True).packs):
-        with pytest.raises(FormatError, match="which as_torch has made; pass what it was made of"):
+        with pytest.raises(FormatError, match="already a result of as_torch; pass its original source"):
             as_torch(made)
 
 

@@ -132,7 +132,7 @@ def test_packs_that_may_not_fit_are_refused_before_training(tmp_path: Path, pref
         AutomodelPacks(prefix, 16)
     with pytest.raises(FormatError, match="may not fit seq_length 32 with sequences rounded up to multiples of 8"):
         AutomodelPacks(prefix, LENGTH, sequence_multiple=8)
-    with pytest.raises(FormatError, match="rows are a multiple"):
+    with pytest.raises(FormatError, match="seq_length must be a multiple"):
         AutomodelPacks(prefix, 30, sequence_multiple=4)
     with pytest.raises(ShardNotFoundError):
         ShardSequences(tmp_path / "nothing")
@@ -162,8 +162,8 @@ def test_torchtitan_goes_on_where_it_stopped_and_nowhere_else(tmp_path: Path, pr
     assert taken(resumed, 6) == whole[4:]
     write_shard(tmp_path / "others", 1)
     for other, said in (
-        (TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1), "seed 0, and this one has 1"),
-        (TorchtitanPacks(prefix, LENGTH), "world_size 2, and this one has 1"),
+        (TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1), "seed 0, but this template has 1"),
+        (TorchtitanPacks(prefix, LENGTH), "world_size 2, but this template has 1"),
         (TorchtitanPacks(tmp_path / "others", LENGTH, world_size=2), "with fingerprint"),
     ):
         with pytest.raises(FormatError, match=said):

@@ -53,14 +53,17 @@ def given(**changed: Any) -> Namespace:
     ("changed", "sentence"),
     [
         ({"sft": False}, "--sft is missing: .* add --sft"),
-        ({"create_attention_mask_in_dataloader": True}, "for ever .* add --no-create-attention-mask-in-dataloader"),
-        ({"calculate_per_token_loss": False}, "weigh the same.* add --calculate-per-token-loss"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel .* loses sequences; leave it out"),
-        ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* give .* dp_balanced, or leave"),
+        ({"create_attention_mask_in_dataloader": True}, "hangs .* add --no-create-attention-mask-in-dataloader"),
+        ({"calculate_per_token_loss": False}, "the same weight.* add --calculate-per-token-loss"),
+        (
+            {"hybrid_context_parallel": True},
+            "--hybrid-context-parallel .* loses sequences; use --context-parallel-size",
+        ),
+        ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* use .* dp_balanced, or leave"),
         ({"sequence_packing_scheduler": "other"}, "--sequence-packing-scheduler other: .* dp_balanced"),
-        ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "room for 8 tokens .* --seq-length 32; raise"),
-        ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* give .* default_dynamic_cp, or"),
-        ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* give .* dp_balanced, or"),
+        ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "allows 8 tokens .* --seq-length 32; raise"),
+        ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* use .* default_dynamic_cp, or"),
+        ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* use .* dp_balanced, or"),
         ({**DYNAMIC, "data_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 8}, "16 tokens on the 2 ranks .*; raise"),
         ({**DYNAMIC, "data_parallel_size": 3, "context_parallel_size": 2}, "size is 6; .* a power of two"),
         (
@@ -78,10 +81,10 @@ def test_what_goes_wrong_is_refused_with_the_remedy(changed: dict[str, Any], sen
 @pytest.mark.parametrize(
     ("changed", "sentence", "since"),
     [
-        ({"micro_batch_size": 2}, "--micro-batch-size 2: Megatron 0.* give --micro-batch-size 1, or take", (0, 19)),
+        ({"micro_batch_size": 2}, "--micro-batch-size 2: Megatron 0.* use --micro-batch-size 1, or", (0, 19)),
         (
             {"context_parallel_size": 2},
-            "--context-parallel-size 2: Megatron 0.* give --context-parallel-size 1",
+            "--context-parallel-size 2: Megatron 0.* use --context-parallel-size 1",
             (0, 18),
         ),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4: .* the first and the last", (0, 17)),
@@ -146,7 +149,7 @@ def test_another_tokenizer_than_the_shards_is_refused(chats: str, tmp_path: Path
     other["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
     args.tokenizer_model = str(tmp_path)
-    with pytest.raises(FormatError, match=r"chats: tokenized with \w+, the tokenizer of this job is \w+; take"):
+    with pytest.raises(FormatError, match=r"chats: tokenized with \w+, but the tokenizer of this job is \w+; use"):
         train_valid_test_datasets_provider([4, 0, 0], args=args)
     args.tokenizer_model = "somebody/somewhere"  # nothing is downloaded to compare
     train_valid_test_datasets_provider([4, 0, 0], args=args)
@@ -156,7 +159,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(chats: str) -> None:
     args = given(seq_length=544, data_path=[chats], padded_vocab_size=2000)
     train_valid_test_datasets_provider([4, 0, 0], args=args)
     args.padded_vocab_size = 1999
-    with pytest.raises(FormatError, match=r"2000 tokens, the model's vocabulary 1999; raise --vocab-size"):
+    with pytest.raises(FormatError, match=r"2000 tokens, but the model's vocabulary 1999; raise --vocab-size"):
         train_valid_test_datasets_provider([4, 0, 0], args=args)
 
 

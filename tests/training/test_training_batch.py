@@ -98,7 +98,7 @@ def test_buffers_of_the_callers_are_filled_again_and_again(tmp_path: Path) -> No
         )
         assert batch["tokens"].shape == (len(picked), 40)
         assert not picked or batch["tokens"].data_ptr() == address
-    with pytest.raises(ValueError, match="a batch of 5 rows does not fit the buffers, which have 4"):
+    with pytest.raises(ValueError, match="a batch of 5 rows does not fit the buffers of 4"):
         assembler.assemble([0, 1, 2, 3, 4], out)
     with pytest.raises(ValueError, match="this assembler fills"):
         assembler.assemble([0], Batch(BatchAssembler(source, 48).layout(1)))
@@ -144,7 +144,7 @@ def test_weights_are_refused_by_a_flag_mask(tmp_path: Path) -> None:
     source, _ = two_shards(tmp_path)
     narrow = BatchAssembler(source, 40, form="narrow")
     narrow.assemble([0, 1])  # the first shard has flags
-    with pytest.raises(ValueError, match="ask for a float32 one"):
+    with pytest.raises(ValueError, match="request a float32 mask"):
         narrow.assemble([0, 20])
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pack again with a sequence multiple of 2"):
         BatchAssembler(source, 40, sequence_multiple=2)
     BatchAssembler(source, 64, sequence_multiple=2)  # the longest pack fits with any padding of its sequences
-    with pytest.raises(ValueError, match="row 0: cu_seqlens of width 2 do not hold its"):
+    with pytest.raises(ValueError, match="row 0: cu_seqlens of width 2 have no room for its"):
         BatchAssembler(source, 40, width=2).assemble([1])
     with pytest.raises(ValueError, match="the index is damaged"):
         BatchAssembler(Damaged(*source.shards), 40).assemble([1])

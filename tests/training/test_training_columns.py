@@ -382,11 +382,11 @@ def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
         loader = DataLoader(blended.datasets[0], batch_size=4, num_workers=1, collate_fn=whole_batch)
         for name, tensor in next(iter(loader)).items():
             assert torch.equal(tensor, torch.stack([blended.datasets[0][i][name] for i in range(4)]))
-    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler hands on tokens"):
+    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler only supports tokens"):
         config_of(paths[0], sequence_length=CAPACITY, columns=("source",), single_sequences=True)
     with unchecked():
         write_columned(tmp_path / "y", numbered_samples(3), {"source": ColumnSpec("sequence", "u4")}, capacity=CAPACITY)
-    differ = r"y: column source is uint32 x 1 a sequence, in .*x-0 uint32 x 2 a sequence;"
+    differ = r"y: column source is uint32 x 1 per sequence, in .*x-0 uint32 x 2 per sequence;"
     with pytest.raises(FormatError, match=differ):
         config_of(([paths[0], str(tmp_path / "y")], None), sequence_length=CAPACITY, columns=("source",))
 
@@ -428,7 +428,7 @@ def test_a_column_that_is_missing_in_one_shard_is_refused_by_its_name(tmp_path: 
     write_samples(tmp_path / "x-1", numbered_samples(3), capacity=LENGTH)
     with pytest.raises(ShardNotFoundError, match=r"x-1.*column source"):
         shards_of(tmp_path, ("source",))
-    with pytest.raises(FormatError, match="a name is of small letters"):
+    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
         shards_of(tmp_path, ("Source",))
 
 
@@ -441,7 +441,9 @@ def test_what_was_not_opened_is_not_assembled(tmp_path: Path) -> None:
 
 def test_columns_of_packs_mean_nothing_to_packs_made_at_start_up(tmp_path: Path) -> None:
     write_columned(tmp_path / "x-0", numbered_samples(3), SPECS, capacity=LENGTH)
-    with pytest.raises(FormatError, match=r"x-0: column pack_int8 has a value a pack, .* are others; leave it out"):
+    with pytest.raises(
+        FormatError, match=r"x-0: column pack_int8 has one value per pack, .* makes new packs; leave it out"
+    ):
         PlannedPacks(shards_of(tmp_path, ("pack_int8",)), PlanOptions(LENGTH))
 
 
@@ -456,7 +458,7 @@ def test_a_column_that_is_replaced_meanwhile_is_not_read_as_the_old_one(tmp_path
         before = assembler.assemble([1])["score"]
         write_column(tmp_path / "x", "score", values + 1, per="token", overwrite=True)
         if backend == "reopen":
-            with pytest.raises(FormatError, match=r"x.score.col: another column was attached since"):
+            with pytest.raises(FormatError, match=r"x.score.col: another column was attached after"):
                 assembler.assemble([1])
         else:
             assert torch.equal(assembler.assemble([1])["score"], before)

@@ -195,4 +195,4 @@ def test_pretraining_data_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks
 @pytest.mark.parametrize("cache", ["of nodes", "of nodes again"])
 def test_pretraining_data_needs_a_cache_that_nodes_share(ranks: list[dict[str, Any]], cache: str) -> None:
     for rank in ranks:
-        assert "give a folder that all nodes share" in rank[f"mixed, {cache}"]["error"]
+        assert "use a folder that all nodes share" in rank[f"mixed, {cache}"]["error"]

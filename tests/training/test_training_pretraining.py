@@ -287,7 +287,7 @@ def test_narrow_batches_are_refused(folder: Path) -> None:
     rows = rows_of(mixed(folder)[0])
     assembler = BatchAssembler(rows.source, CAPACITY, form="narrow")
     text = next(i for i in range(len(rows)) if is_text(rows[i]))
-    with pytest.raises(ValueError, match="no place for the last label"):
+    with pytest.raises(ValueError, match="cannot store the last label"):
         assembler.assemble(rows.packs([text]))
 
 
@@ -296,14 +296,14 @@ def damaged(folder: Path, what: str) -> str:
     idx, data = folder / "web.idx", folder / "web.bin"
     if what == "cut":
         os.truncate(data, data.stat().st_size - 4)
-        return "its index is of"
+        return "according to its index"
     if what == "longer":
         with data.open("ab") as file:
             file.write(b"1234")
-        return "its index is of"
+        return "according to its index"
     if what == "index cut":
         os.truncate(idx, idx.stat().st_size - 3)
-        return "cut short or changed"
+        return "truncated or changed"
     if what == "no index":
         idx.unlink()
         return "web.idx is not there"
@@ -312,7 +312,7 @@ def damaged(folder: Path, what: str) -> str:
         return "web.bin is not there"
     if what == "another file":
         idx.write_bytes(b"x" * 100)
-        return "is no index of Megatron"
+        return "is not a Megatron index"
     if what in ("a longer document", "a document of less than none", "a pointer"):
         at = {"a pointer": 34 + 60 * 4 + 8 * 7}.get(what, 34 + 4 * 7)
         data_of_index = bytearray(idx.read_bytes())
@@ -320,19 +320,19 @@ def damaged(folder: Path, what: str) -> str:
             4, "little", signed=True
         )
         idx.write_bytes(data_of_index)
-        return "document [78] is said to have .* the index is damaged"
+        return "document [78] has .* the index is damaged"
     if what == "no documents":
         write_documents(folder / "web", [])
-        return "0 documents and not a token"
+        return "0 documents without any token"
     if what == "empty documents":
         write_documents(folder / "web", [0, 0, 0])
-        return "3 documents and not a token"
+        return "3 documents without any token"
     if what == "too short":
         write_documents(folder / "web", [CAPACITY])
         return f"has {CAPACITY} tokens"
     if what == "floats":
         write_documents(folder / "web", [100], dtype=np.float32)
-        return "token ids are integers"
+        return "expected integer token ids"
     shutil.copy(folder / "chats.seq.idx", folder / "web.seq.idx")
     return "packed SFT data"
 
@@ -353,7 +353,7 @@ def test_what_is_no_whole_dataset_is_refused_before_anything_is_built(folder: Pa
 @pytest.mark.parametrize("nbytes", range(34, 34 + 60 * 12, 97))
 def test_an_index_that_is_cut_short_anywhere_is_refused(folder: Path, nbytes: int) -> None:
     os.truncate(folder / "web.idx", nbytes)
-    with pytest.raises(FormatError, match="cut short or changed"):
+    with pytest.raises(FormatError, match="truncated or changed"):
         config_of((paths_in(folder, *BOTH), None))
 
 
@@ -413,7 +413,7 @@ def test_all_documents_are_taken_where_no_split_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("paths", [BOTH, BOTH[::-1]])
 def test_a_split_of_nothing_is_refused(folder: Path, paths: tuple[str, str]) -> None:
-    with pytest.raises(FormatError, match="expected parts of all packs"):
+    with pytest.raises(FormatError, match="expected shares of all packs"):
         config_of((paths_in(folder, *paths), None), "0,0,0")
 
 
@@ -442,11 +442,11 @@ def test_indices_that_a_full_disk_has_cut_short_are_named(folder: Path, index: s
     mixed(folder)
     for path in (folder / "cache").glob(f"*-GPTDataset-train-{index}_index.npy"):
         os.truncate(path, nbytes)
-    with pytest.raises(FormatError, match=r"cannot read or write its indices of it in .*cache"):
+    with pytest.raises(FormatError, match=r"cannot read or write its indices for this path in .*cache"):
         mixed(folder)
 
 
 def test_a_file_in_place_of_the_cache_folder_is_named(folder: Path) -> None:
     (folder / "cache").write_text("")
-    with pytest.raises(FormatError, match="see that this is a folder with room"):
+    with pytest.raises(FormatError, match="check that this folder has free space"):
         mixed(folder)

@@ -140,10 +140,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
             StoredPacks(ShardSet.open(tmp_path / name, columns=("source",))), 8, columns=("source",)
         )
         assert assembler.assemble([0])["source"].tolist() == [[[5, 6]] + [[0, 0]] * (assembler.width - 2)]
-        with pytest.raises(FormatError, match="column source: not two uint32 a sequence with a table of files"):
+        with pytest.raises(FormatError, match="column source: expected two uint32 per sequence and a table of files"):
             _ = assembler.source_files
     plain = BatchAssembler(StoredPacks(ShardSet.open(tmp_path / "kind")), 8)
-    with pytest.raises(FormatError, match="batches without the column source"):
+    with pytest.raises(FormatError, match="the batch has no column source"):
         _ = plain.source_files
 
 

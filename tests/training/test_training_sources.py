@@ -261,7 +261,7 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     negative = b'{"revision": 1, "packs": -1, "sequences": 0, "most_sequences": 1}'.ljust(4096)
     other = raw.replace(b'"revision": 1', b'"revision": 9')
     path.write_bytes({"cut": raw[:-1], "empty": b"", "other": other, "negative": negative, "deep": b"[" * 4096}[damage])
-    with pytest.raises(FormatError, match=f"{path.name}.*remove it, and it is made anew"):
+    with pytest.raises(FormatError, match=f"{path.name}.*it will be created again"):
         PlannedPacks(shards, PlanOptions(64), cache=tmp_path)
 
 

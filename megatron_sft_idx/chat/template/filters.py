@@ -66,7 +66,7 @@ def _of_text(bound: Bound, coerced: bool = True) -> Payment:
         if isinstance(value, str):
             pay_for_text(operators.allowance, value, bound, arguments, written=coerced)
         elif bound is not nothing:  # the filter would fail, but might first process its arguments
-            raise TypeError(f"text is needed here, and this is a value of type {type(value).__name__}")
+            raise TypeError(f"expected text, found a value of type {type(value).__name__}")
         return value
 
     return payment
@@ -186,7 +186,7 @@ def filters_of(operators: Operators, filters: Mapping[str, Filter]) -> dict[str,
         **{name: filters[name] for name in _FREE},
         **{name: _paying(filters[name], payment, operators) for name, payment in _PAYMENTS.items()},
         "join": join,
-        "random": refused("the random filter", "it would make other text from the same row"),
+        "random": refused("the random filter", "it would give different text for the same row"),
         "replace": replace,
         "trim": trim,
         "tojson": partial(_to_json, allowance),
@@ -206,7 +206,7 @@ def _paying(filter_: Filter, payment: Payment, operators: Operators) -> Filter:
     return paying
 
 
-def refused(what: str, reason: str = "it is not on the list of what chat templates may use") -> Callable[..., Any]:
+def refused(what: str, reason: str = "chat templates are not allowed to use it") -> Callable[..., Any]:
     """Replacement for a filter or function that templates must not call."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:

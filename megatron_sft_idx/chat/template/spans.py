@@ -183,9 +183,8 @@ class Judge:
             if generated is not None and trained is not None:
                 return said._replace(generated=generated, trained=generated if trained == generated else trained)
         raise refused or unplaced(
-            f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
-            f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on"
-            " all tokens"
+            f"it cannot be determined which text of the chat template {self._rules.name} comes from assistant message"
+            f" {numbered(message)}; put {{% generation %}} markers around the assistant's text, or train on all tokens"
         )
 
     def _in_context(
@@ -257,15 +256,14 @@ class Judge:
                 "values of the arguments of the calls" if kind == "call" else f"the words {said_token(message, kind)}"
             )
             raise unusable(
-                f"the chat template {self._rules.name} leaves out {what} of assistant message {numbered(message)};"
-                " use a template that keeps them, or give the message weight 0"
+                f"the chat template {self._rules.name} drops {what} of assistant message {numbered(message)}; use a"
+                " template that keeps them, or set the weight of the message to 0"
             )
 
     def _mixed(self, what: str, message: int) -> SequenceError:
         return unplaced(
             f"the chat template {self._rules.name} writes {what} what it writes for assistant message"
-            f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all"
-            " tokens"
+            f" {numbered(message)}: put {{% generation %}} markers around the assistant's text, or train on all tokens"
         )
 
 

@@ -335,7 +335,7 @@ class TracedTemplate:
         plain = self.plain(variables)
         sentinel = next((one for one in _SENTINELS if one not in plain), None)
         if sentinel is None:
-            raise Untraceable("the conversation holds every private character that tracing uses")
+            raise Untraceable("the conversation contains all private-use characters that tracing needs")
         tracker = self._tracker
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
@@ -401,7 +401,7 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         elif event == _LEAVE and stack:
             stack.pop()
         elif event == _LEAVE or stack or depth:
-            raise Untraceable("the template cut marked text apart")
+            raise Untraceable("the template splits marked text")
     return Traced(text, segments, generated, frames, outer)
 
 

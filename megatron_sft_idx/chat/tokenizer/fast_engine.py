@@ -133,9 +133,9 @@ def _difference(text: str, found: NDArray[np.uint32], expected: NDArray[np.uint3
     different = np.flatnonzero(found[:shorter] != expected[:shorter])
     at = int(different[0]) if different.size else shorter
     return (
-        f"the tokenizers library and gigatoken give different ids for the text that begins {text[:60]!r}: token {at} is"
-        f" {expected[at : at + 1].tolist()} by tokenizers and {found[at : at + 1].tolist()} by gigatoken; nothing was"
-        " written with wrong ids. Go on without gigatoken: --tokenizer-backend tokenizers"
+        f"the tokenizers library and gigatoken give different ids for the text that begins {text[:60]!r}: token {at}"
+        f" is {expected[at : at + 1].tolist()} with tokenizers and {found[at : at + 1].tolist()} with gigatoken; no"
+        " wrong ids were written. Continue without gigatoken: --tokenizer-backend tokenizers"
     )
 
 
