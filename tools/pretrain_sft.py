@@ -553,8 +553,7 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
     if old == new:
         raise FormatError(f"{source}: the data path {new} holds other shards than when its run began: {remedy}")
     raise FormatError(
-        f"{source}: its run had the data path {old}, this one has {new}, with other shards or weights:"
-        f" {remedy}"
+        f"{source}: its run had the data path {old}, this one has {new}, with other shards or weights: {remedy}"
     )
 
 
