@@ -70,7 +70,8 @@ examples:
 
 Packs, sequences and tokens are counted from 0, lines of input files from 1. A larger shard takes no more memory.
 
-exit code: 0 shown; --find, --row and --where: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
+exit code: 0 shown; --find, --row and --where: found; --diff: equal packs, columns and media, whatever the headers say.
+1 not found, not equal, or bad data. 2 wrong usage.
 """
 # Maximum number of values to print from one row of a column.
 _MAX_VALUES = 8
