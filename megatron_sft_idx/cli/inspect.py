@@ -25,7 +25,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
+from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sequence_titles, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
@@ -245,7 +245,8 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     if not arguments.json:
         media = pack.get("media", ())
         shown_as = decode or ids_as_text
-        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=sources, media=media, color=in_color()))
+        titles = sequence_titles(shard, number)
+        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=titles, media=media, color=in_color()))
     lines: list[str] = []
     shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
     if of_pack:
