@@ -68,7 +68,7 @@ examples:
   show what differs between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
-Packs, sequences and tokens are counted from 0, lines of input files from 1. A larger shard takes no more memory.
+Packs, sequences and tokens are counted from 0, rows of input files from 1. A larger shard takes no more memory.
 
 exit code: 0 shown; --find, --row and --where: found; --diff: equal packs, columns and media, whatever the headers say.
 1 not found, not equal, or bad data. 2 wrong usage.
@@ -93,7 +93,8 @@ def add_parser(verbs: Verbs) -> None:
         parser.add_mutually_exclusive_group(),
         """
         --pack N  show pack N instead of the summary, with trained tokens in [[ ]]
-        --row FILE:LINE  show in which packs the sequences are that were made from this line of an input file
+        --row FILE:LINE  show in which packs the sequences are that were made from this row of an input file,
+            counted from 1: the line of JSON lines, the item of the array in a .json file
         --find TEXT  show where exactly this text occurs in a sequence; it is printed as >>TEXT<<
         --diff OTHER  show what differs from the shard at this prefix
         --html FILE  write a page for the browser to this file
