@@ -28,5 +28,5 @@ def sample(items: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def with_fewer_examples(whole: settings) -> settings:
-    """Return settings with a quarter of the examples, at least 15 if there are that many."""
-    return settings(whole, max_examples=max(min(whole.max_examples, 15), whole.max_examples // 4))
+    """Return settings with a tenth of the examples, at least five if there are that many."""
+    return settings(whole, max_examples=max(min(whole.max_examples, 5), whole.max_examples // 10))

@@ -1,4 +1,4 @@
-"""What the documentation site changes in docstrings: an extension of griffe, which reads them (``mkdocs.yml``)."""
+"""An extension of griffe, which reads the docstrings for the documentation site (see ``mkdocs.yml``)."""
 
 from __future__ import annotations
 

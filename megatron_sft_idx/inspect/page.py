@@ -261,7 +261,9 @@ def _context(
         # A pack for the command that prints one: the first that is not on the page.
         "other_pack": next((number for number in range(header.num_packs) if number not in numbers), 0),
         # An input line for the command that finds its sequences.
-        "line": _quoted(sources[0]) if sources else None,
+        "line": next(
+            (_quoted(source) for source in sources if source.rpartition(":")[0] in (survey.names or ())), None
+        ),
         "sources_shown": bool(sources),
         "files": files[:_MAX_FILES],
         "files_left": len(files) - len(files[:_MAX_FILES]),

@@ -31,14 +31,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(tmp_path_factory.mktemp("failures"))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", WRITING)
 def test_a_disk_that_says_no_at_any_step_destroys_nothing(world: World, text: str) -> None:
     complaints = failures(world, Recipe(text), range(RECIPES.index(text) % EVERY, 10_000, EVERY))[1]
     assert not complaints, "\n".join(complaints[:40])
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", WRITING)
 def test_what_appears_meanwhile_is_left_alone(world: World, text: str) -> None:
     """Another program creates something at the destination after the command's check."""
@@ -78,7 +78,7 @@ def test_what_appears_meanwhile_is_left_alone(world: World, text: str) -> None:
     assert not complaints, "\n".join(complaints[:40])
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", WRITING)
 def test_two_at_once_mix_nothing(world: World, text: str) -> None:
     recipe, chance = Recipe(text), random.Random(text)
@@ -87,7 +87,7 @@ def test_two_at_once_mix_nothing(world: World, text: str) -> None:
     assert not any(wrong), "\n".join(chain(*wrong))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", WRITING)
 def test_a_killed_run_is_finished_by_the_next(world: World, text: str) -> None:
     recipe, chance = Recipe(text), random.Random(text)
@@ -177,7 +177,7 @@ def test_a_catalog_that_is_refused_stays_as_it_was(world: World) -> None:
     assert list(judge_bystanders(before, world.look(), may_go=set())) == []
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", WRITING)
 def test_temporary_names_that_are_all_one_file_are_not_written_through(world: World, text: str) -> None:
     recipe = Recipe(text)

@@ -168,7 +168,7 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
                 os.link(read, name.format(slot))
                 outcome = attempt(recipe.argv(None, *replacing(recipe)))
             # Anything at the name of a column that is not a column is never replaced.
-            said = ("is both", "anything else is never replaced", "but is not a column")[
+            said = ("used as both", "which is never replaced", "but is not a column")[
                 : 3 if name.endswith(".col") else 1
             ]
             if outcome.code != 1 or not any(words in outcome.err for words in said):
@@ -184,4 +184,4 @@ def test_a_file_of_others_without_a_line_is_no_list_of_input(world: World, text:
         Path("live/_inputs.jsonl").write_text("mine")
         outcome = attempt(Recipe(text).argv())
         assert (outcome.code, Path("live/_inputs.jsonl").read_text()) == (1, "mine")
-        assert "live/_inputs.jsonl: a file that no producer wrote is here" in outcome.err
+        assert "live/_inputs.jsonl: this file was not written by a producer" in outcome.err

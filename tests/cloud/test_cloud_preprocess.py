@@ -93,7 +93,7 @@ def test_an_input_replaced_while_it_is_read_is_an_error(
         if begun:
             next(pieces)
         s3.put_object(Bucket=bucket, Key="raw.jsonl", Body=text[::-1])
-        with pytest.raises(FormatError, match="replaced since"):
+        with pytest.raises(FormatError, match=r"replaced (since|after)"):
             list(pieces)
         faults.count("input replaced under a run", "refused")
 
@@ -137,6 +137,6 @@ def test_a_wrong_bucket_is_found_before_the_work(bucket: str, tmp_path: Path) ->
         "preprocess", "--input", str(CHATS), *_OPTIONS,
         "--staging", str(tmp_path / "staging"), "--output-prefix", "s3://there-is-none/train",
     )  # fmt: skip
-    assert (code, "there is no such bucket" in said) == (1, True), said
+    assert (code, "no such bucket" in said) == (1, True), said
     assert "tokenising" not in said
     assert not (tmp_path / "staging").exists()

@@ -148,7 +148,7 @@ def test_limits_that_are_wrong_are_named(catalog, change, said):
 
 def test_another_version_is_an_error_of_its_own(catalog):
     Path(catalog.folder, "_END.json").write_text('{"version": 2, "shards": "as text"}')
-    with pytest.raises(UnsupportedVersionError, match="format version 2, this package reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="format version 2, but this package reads 1"):
         catalog.end()
 
 
@@ -198,7 +198,7 @@ def test_deep_nesting_is_refused(catalog):
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(os.mkfifo, "neither a file nor a folder, expected a file"), (os.mkdir, "a folder, expected a file")],
+    [(os.mkfifo, "expected a file, found something that is neither"), (os.mkdir, "a folder, expected a file")],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make, words):
     make(Path(catalog.folder, "_END.json"))

@@ -168,7 +168,7 @@ def deal_with(**fields: object) -> dict[str, object]:
         (deal_with(window=0), r"deal\.window is 0"),
         (deal_with(leftovers=[3]), r"deal\.leftovers is 3"),
         (deal_with(leftovers=[{"shards": [-1], "packs_read": 0}]), r"deal\.leftovers\[0\]\.shards is -1"),
-        ({"version": 2}, r"format version 2, this package reads 1"),
+        ({"version": 2}, r"format version 2, but this package reads 1"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, change, said):

@@ -78,7 +78,7 @@ def test_the_configuration_needs_no_network() -> None:
 
 
 class Page(HTMLParser):
-    """What a page refers to, and what can be referred to in it."""
+    """The links and the anchors of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -104,14 +104,14 @@ def test_bytes_swapped_as_a_big_endian_writer_would(tmp_path: Path, whole: Files
         assert refused or field.name in FREE or raw == good, field.name
     raw = bytearray(good)
     raw[8:12] = raw[8:12][::-1]
-    with pytest.raises(UnsupportedVersionError, match="version 16777216, this package reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="version 16777216, but this package reads 1"):
         Shard(put(tmp_path, {**whole, ".seq.idx": bytes(raw)}))
 
 
 def test_a_later_version_is_refused_whatever_else_it_says(tmp_path: Path, whole: Files) -> None:
     for version in (2, 255, 2**31, 2**32 - 1):
         raw = whole[".seq.idx"][:8] + struct.pack("<I", version) + os.urandom(400)
-        with pytest.raises(UnsupportedVersionError, match=rf"version {version}, this package reads 1.*upgrade"):
+        with pytest.raises(UnsupportedVersionError, match=rf"version {version}, but this package reads 1.*upgrade"):
             Shard(put(tmp_path, {**whole, ".seq.idx": raw}))
 
 

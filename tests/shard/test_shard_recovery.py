@@ -230,7 +230,7 @@ def test_nothing_to_recover_is_said(tmp_path: Path) -> None:
     assert folder_of(tmp_path) == []
     with ShardWriter(tmp_path / "x") as writer:
         for act in (find_remains, recover):
-            with pytest.raises(FormatError, match="another writer"):
+            with pytest.raises(FormatError, match="another process is writing"):
                 act(tmp_path / "x")
         writer.abandon()
     leave(tmp_path / "x", [])

@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
 
 
-# In make test, test_training_distributed reads such a blend with two processes, and test_pretrain_script trains.
+# In make test, test_training_distributed reads such a blend with two processes.
 @pytest.mark.slow
 def test_two_processes_train_on_the_same(data: Path, tmp_path: Path, whole: Curve) -> None:
     plan = tmp_path / "plan.json"
