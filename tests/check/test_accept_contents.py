@@ -48,7 +48,11 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
         0 if suffix == ".late.col" else 1  # left out, because it has one row per pack
     )
     only_said = command("rebuild", prefix, "--accept-contents", "--dry-run")
-    assert (only_said.code, f"{prefix}{suffix}: would be accepted: " in only_said.out, "nothing was written" in only_said.out) == (
+    assert (
+        only_said.code,
+        f"{prefix}{suffix}: would be accepted: " in only_said.out,
+        "nothing was written" in only_said.out,
+    ) == (
         0,
         True,
         True,

@@ -211,7 +211,7 @@ def test_validation_on_another_shard(
     curve = run(script, options(data, *both, "--loss-by-source", "--save", tmp_path))
     assert read == [str(data / "chats"), str(data / "others")]
     assert re.search(r"^validation  loss \d", capsys.readouterr().out, re.MULTILINE)
-    # The training is that of --data-path without a split, which can also go on from this checkpoint.
+    # The training is that of --data-path without a split, which can also resume from this checkpoint.
     assert curve.losses == alone["shard"].losses
     assert len(run(script, options(data, "--save", tmp_path, steps=STEPS + 1)).losses) == 1
 
