@@ -1,11 +1,13 @@
 """Set-ups in which Megatron-LM's own ``pretrain()`` trains with our provider, and the differences of their losses.
 
 ``python tests/megatron_setups.py [NAME ...]`` prints the table for these set-ups, by default for all. It uses the
-installed Megatron or, if MEGATRON_LM is set, that checkout with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``.
+installed Megatron or, if MEGATRON_LM is set, that checkout with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``,
+whose packages must be installed, such as ``six`` and ``triton``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -237,7 +239,7 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
     plan = folder / f"{program}.{ranks}.json"
     plan.write_text(json.dumps(jobs).replace("{}", str(folder)), encoding="utf-8")
     command = torchrun(ranks, ROOT / "tests" / program, plan, folder)
-    paths = [*filter(None, [os.environ.get("MEGATRON_LM")]), str(ROOT), *sys.path]
+    paths = [*filter(None, [os.environ.get("MEGATRON_LM")]), *sys.path, str(ROOT / "tools")]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     # Not a pipe, because children of a killed process would keep it open.
     with plan.with_suffix(".log").open("w+", encoding="utf-8") as said:
@@ -340,7 +342,12 @@ def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> l
     return lines
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(SETUPS))
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in SETUPS]:
+        parser.error(f"no set-up has the name {unknown[0]!r}; --help lists the names")
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         found = run_all(Path(folder), names or list(SETUPS))
@@ -349,4 +356,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

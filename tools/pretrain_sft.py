@@ -120,13 +120,20 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--data-path",
         nargs="+",
-        required=True,
         help=(
             "a prefix, folder or glob, local or at s3:// or msc://; or several with a weight before each, where"
             " pretrain:PREFIX can be a stock Megatron dataset; or live:FOLDER"
         ),
     )
-    data.add_argument("--split", default="1,0,0", help="shares for training, validation and test, such as 98,1,1")
+    data.add_argument(
+        "--split", help="shares of --data-path for training, validation and test, such as 98,1,1; default: 1,0,0"
+    )
+    data.add_argument(
+        "--train-data-path", nargs="+", help="instead of --data-path: shards for training only, written in the same way"
+    )
+    data.add_argument(
+        "--valid-data-path", nargs="+", help="shards for validation, with --train-data-path and --eval-iters"
+    )
     data.add_argument("--data-cache-path", help="folder for cached indices")
     data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
     data.add_argument("--seq-length", type=positive, required=True, help="number of positions in a training row")
@@ -228,6 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_data_paths(args, parser)
     try:
         if is_live(args):
             check_live_options(args)
@@ -248,6 +256,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.consumed_train_samples = 0
     args.data_record = None  # not needed for live data: its states in a checkpoint have the same information
     return args
+
+
+def check_data_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse options for paths that contradict each other, and set the default of ``--split``."""
+    if bool(args.data_path) == bool(args.train_data_path):
+        parser.error("give either --data-path, or --train-data-path for training and --valid-data-path for validation")
+    if args.valid_data_path and args.data_path:
+        parser.error("--valid-data-path is for --train-data-path; give that instead of --data-path")
+    if args.split and args.train_data_path:
+        parser.error(
+            f"--split {args.split} applies to --data-path, but --train-data-path is also given; leave one of them out"
+        )
+    if args.valid_data_path and not args.eval_iters:
+        parser.error("--valid-data-path is only read with --eval-iters; give that too, such as --eval-iters 10")
+    if args.train_data_path and args.eval_iters and not args.valid_data_path:
+        parser.error(f"--eval-iters {args.eval_iters}: there is no validation data; give --valid-data-path")
+    args.split = args.split or "1,0,0"  # also with --train-data-path, which trains on all of its shards
 
 
 def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -520,7 +545,8 @@ def sources_of(dataset: Any) -> list[StoredPacks | PlannedPacks | PretrainingPac
 
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     """Return what determines the batches of finished data and their order: options, and the ids of the shards."""
-    paths, weights = get_blend_from_list(args.data_path)
+    data_path = args.data_path or args.train_data_path
+    paths, weights = get_blend_from_list(data_path)
     shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
     shards = [(source.content, share) for source, share in zip(sources_of(dataset), shares, strict=True)]
     # Packs that are planned at start-up and rows of pretraining data also depend on the sequence length.
@@ -528,7 +554,7 @@ def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     length = {"--seq-length": args.seq_length} if args.repack or corpora else {}
     options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
     orders = [source.order() for source in corpora]
-    return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards, "orders": orders}
+    return {"options": options, "--data-path": " ".join(data_path), "shards": shards, "orders": orders}
 
 
 def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, Any]) -> None:
@@ -561,10 +587,9 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
         return
     old, new = was["--data-path"], now["--data-path"]
     if old == new:
-        raise FormatError(f"{source}: the shards at --data-path {new} have changed since its run began: {remedy}")
+        raise FormatError(f"{source}: the shards at {new} have changed since its run began: {remedy}")
     raise FormatError(
-        f"{source}: its run had --data-path {old}, this one has --data-path {new}, with other shards or weights:"
-        f" {remedy}"
+        f"{source}: its run had the data path {old}, this one has {new}, with other shards or weights: {remedy}"
     )
 
 

@@ -52,15 +52,15 @@ class FileState:
 
     Attributes:
         path: path of the file.
-        state: ``good``: left unchanged. ``rebuilt``. ``lost``: cannot be derived from the remaining files, or would
-            make readers open damaged data. ``uncertain``: a column for other data than the present data, where it is
-            unknown whether the column or the data changed.
+        state: ``good``: left unchanged. ``rebuilt``. ``accepted``: damaged, with a new checksum. ``lost``: cannot be
+            derived from the remaining files, or would make readers open damaged data. ``uncertain``: a column for other
+            data than the present data, where it is unknown whether the column or the data changed.
         fault: the damage; empty for a good file.
         remedy: for a rebuilt file how it was restored, otherwise what the user can do.
     """
 
     path: str
-    state: Literal["good", "rebuilt", "lost", "uncertain"]
+    state: Literal["good", "rebuilt", "accepted", "lost", "uncertain"]
     fault: str = ""
     remedy: str = ""
 
@@ -74,7 +74,7 @@ class Rebuilt:
         files: the five files in the order of publication, then the columns.
         kept: the new names of files that were replaced.
         note: further information for the user.
-        dry_run: nothing was written; the state ``rebuilt`` then means that the file would be rebuilt.
+        dry_run: nothing was written; the states ``rebuilt`` and ``accepted`` then mean what would be done.
         compared: whether the contents were compared with checksums from before the damage, not only with the rules.
     """
 
@@ -97,8 +97,8 @@ class Rebuilt:
 
     @property
     def changed(self) -> bool:
-        """Whether anything was rebuilt, or would be."""
-        return any(file.state == "rebuilt" for file in self.files)
+        """Whether anything was rebuilt or accepted, or would be."""
+        return any(file.state in ("rebuilt", "accepted") for file in self.files)
 
     @property
     def uncertain(self) -> bool:
@@ -252,11 +252,14 @@ def _accept(paths: ShardPaths, restored: Rebuilt, dry_run: bool, watch: Watch) -
     wrong = accepted_findings(_verified(paths, watch, "reading"))
     if not dry_run:
         write_accepted(paths, header, wrong, watch)
-    how = "accepted as it is, with a new checksum"
     states = []
     for file in restored.files:
-        fault = wrong.get(file.path)
-        states.append(FileState(file.path, "rebuilt", fault.what, how) if fault else replace(file, state="good"))
+        if (fault := wrong.get(file.path)) is None:
+            states.append(replace(file, state="good"))
+        elif file.path == paths.idx:
+            states.append(FileState(file.path, "rebuilt", fault.what, "from .seq.idx"))
+        else:
+            states.append(FileState(file.path, "accepted", fault.what, "kept as it is, with a new checksum"))
     note = f"the header {'would list' if dry_run else 'lists'} these files under 'accepted'"
     return Rebuilt(paths.prefix, tuple(states), restored.kept, note, dry_run, compared=False)
 

@@ -25,7 +25,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
+from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sequence_titles, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
@@ -68,11 +68,11 @@ examples:
   show the differences between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
-Packs, sequences and tokens are counted from 0, lines of input files from 1. Memory use does not depend on the size of
+Packs, sequences and tokens are counted from 0, rows of input files from 1. Memory use does not depend on the size of
 the shard.
 
-exit code: 0 if shown, found (--find, --row, --where) or equal (--diff); 1 if not found, not equal, or bad data; 2 for
-wrong usage.
+exit code: 0 if shown, found (--find, --row, --where) or equal (--diff: packs, columns and media, not headers); 1 if not
+found, not equal, or bad data; 2 for wrong usage.
 """
 # Maximum number of values to print from one row of a column.
 _MAX_VALUES = 8
@@ -94,7 +94,8 @@ def add_parser(verbs: Verbs) -> None:
         parser.add_mutually_exclusive_group(),
         """
         --pack N  show pack N instead of the summary, with trained tokens in [[ ]]
-        --row FILE:LINE  list the packs that contain sequences of this input line
+        --row FILE:LINE  list the packs that contain sequences of this input row, counted from 1: the line of JSON
+            lines, the item of the array in a .json file
         --find TEXT  list all places with exactly this text, marked as >>TEXT<<
         --diff OTHER  show the differences from the shard at this prefix
         --html FILE  write an HTML page to this file
@@ -252,7 +253,8 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     if not arguments.json:
         media = pack.get("media", ())
         shown_as = decode or ids_as_text
-        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=sources, media=media, color=in_color()))
+        titles = sequence_titles(shard, number)
+        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=titles, media=media, color=in_color()))
     lines: list[str] = []
     shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
     if of_pack:

@@ -39,7 +39,9 @@ def program_name() -> str:
 
 
 def print_error(message: str) -> None:
-    """Print an error to stderr, on one line."""
+    """Print an error to stderr, on one line, after everything that was printed to stdout before."""
+    with contextlib.suppress(OSError, ValueError):  # ``Output.error`` keeps it, or it is a caller's stream
+        sys.stdout.flush()
     print(f"{program_name()}: error: {message}", file=sys.stderr)
 
 

@@ -259,7 +259,7 @@ def _print_report(report: Rebuilt, *, is_one_of_many: bool) -> None:
     for file in report.files:
         if file.state == "good" and (is_one_of_many or column_of(file.path)):
             continue
-        state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
+        state = f"would be {file.state}" if report.dry_run and file.state in ("rebuilt", "accepted") else file.state
         print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))
     for path in report.kept:
         print(f"{path}: the damaged file; remove it when you no longer need it")

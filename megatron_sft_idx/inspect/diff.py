@@ -364,7 +364,9 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
     lines += [f"column {name}: {text}" for name, text in comparison.columns.items()]
     lines += [f"images and audio: {comparison.media}"] if comparison.media else []
     if not comparison.differing_packs and comparison.packs[0] == comparison.packs[1]:
-        lines.append(f"the packs are equal: {counted(comparison.packs[0], 'pack')}, ids, masks and boundaries")
+        different = ["columns"] * bool(comparison.columns) + ["images and audio"] * bool(comparison.media)
+        rest = f"; the shards are not, because {' and '.join(different)} differ" if different else ""
+        lines.append(f"the packs are equal: {counted(comparison.packs[0], 'pack')}, ids, masks and boundaries{rest}")
         return lines
     if "shard id" not in fields:
         lines.append(

@@ -49,6 +49,17 @@ def sources_of(shard: Shard, pack: int) -> list[str]:
     return [origin_name(names, origin) for origin in shard.columns[SOURCE].values[first:last].tolist()]
 
 
+def sequence_titles(shard: Shard, pack: int) -> list[str]:
+    """Return the origins of a pack's sequences for headings; of a pair also ``pair 17, chosen``. [] if unknown."""
+    titles = [[origin] for origin in sources_of(shard, pack)]
+    if "pair" in shard.columns:
+        first, last = shard.files.sequence_offsets[pack : pack + 2].tolist()
+        pairs = shard.columns["pair"].values[first:last].tolist()
+        words = [[f"pair {number}", "rejected" if rejected else "chosen"] for number, rejected in pairs]
+        titles = [[*title, *more] for title, more in zip(titles or [[] for _ in words], words, strict=True)]
+    return [", ".join(title) for title in titles]
+
+
 def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
     """Parse an origin such as ``chats.jsonl:1``. See ``find_name`` for the spelling of the file.
 

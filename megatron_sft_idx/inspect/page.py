@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.inspect.origin import sources_of
+from megatron_sft_idx.inspect.origin import sequence_titles
 from megatron_sft_idx.inspect.shown_media import Thumbnail, Thumbnails, blobs_of, shown_items
 from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, losses, media_lines, provenance
 from megatron_sft_idx.inspect.tally import Tally
@@ -361,7 +361,7 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int, pict
 
     An image or recording counts as ``_ITEM_TOKENS``, and is shown completely or not at all.
     """
-    pack, sources = shard[number], sources_of(shard, number)
+    pack, titles = shard[number], sequence_titles(shard, number)
     ids, mask, media = pack["input_ids"], pack["loss_mask"], pack.get("media", [])
     shown: list[ShownSequence] = []
     num_items = 0
@@ -378,7 +378,7 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int, pict
         num_items = max([num_items, *(item.number + 1 for item in folded)])
         trained = int(np.count_nonzero(weights))
         spelled = "" if decode is ids_as_text else _spelled(ids[start:end], spans, decode)
-        source = sources[index] if sources else ""
+        source = titles[index] if titles else ""
         shown.append(ShownSequence(index, start, stop, trained, spans, stop - end, source, spelled))
     bar, trained = bar_paths(pack, shard.header.capacity), int(np.count_nonzero(mask))
     sequences = len(pack["seq_boundaries"]) - 1

@@ -129,7 +129,7 @@ def mark_pack(
         loss_mask: label-aligned mask, [length].
         boundaries: ``[0, start_1, ..., length]``.
         decode: converts ids to text and keeps special tokens.
-        sources: name of each sequence's origin; empty if it is unknown.
+        sources: what the line above each sequence says about its origin; empty if it is unknown.
         media: images and recordings of the pack, in order.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 

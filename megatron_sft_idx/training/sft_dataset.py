@@ -47,6 +47,9 @@ from megatron_sft_idx.training.sources import (
 
 logger = get_logger(__name__)
 
+# A remedy, with its name in Python and on the command lines of the runner and of the script.
+PACK_AT_START = "pack when training starts (index_only_packing, --index-only-packing; in pretrain_sft.py --repack)"
+
 # ---- configuration of a run ----
 
 
@@ -182,7 +185,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             "tokenizer is", lambda header: header.tokenizer, "tokenize all of them with the same tokenizer"
         )
         if not self.index_only_packing:
-            remedy = "pack them again with the same --seq-length, or set index_only_packing"
+            remedy = f"pack them again with the same --seq-length, or {PACK_AT_START}"
             together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
         # All data sets of a blend number files in the same way, so that a number does not depend on the data set.
         united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
@@ -381,14 +384,14 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             if header.capacity > self.sequence_length:
                 raise FormatError(
                     f"{prefix}: packs of up to {header.capacity} tokens, but sequence_length is"
-                    f" {self.sequence_length}; raise it (--seq-length), pack the shard again, or set"
-                    " index_only_packing"
+                    f" {self.sequence_length}; raise it (--seq-length), pack the shard again, or"
+                    f" {PACK_AT_START}"
                 )
             if header.sequence_multiple % self.plan_options.sequence_multiple:
                 raise FormatError(
                     f"{prefix}: packed for sequence multiple {header.sequence_multiple}, but this job pads sequences"
                     f" to multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
-                    f" {self.sequence_multiple}, or set index_only_packing"
+                    f" {self.sequence_multiple}, or {PACK_AT_START}"
                 )
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
@@ -399,8 +402,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             return
         fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
         if fill < 0.5:  # probably not packed for this job
-            message = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
-            log_single_rank(logger, logging.WARNING, message, path, self.sequence_length, 100 * fill)
+            message = "%s: rows of %d are %.0f%% full; pack the shards, or %s"
+            log_single_rank(logger, logging.WARNING, message, path, self.sequence_length, 100 * fill, PACK_AT_START)
         self.most_sequences = max(self.most_sequences, *(header.most_sequences for header in shards.headers))
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:

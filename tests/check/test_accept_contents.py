@@ -48,7 +48,11 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
         0 if suffix == ".late.col" else 1  # left out, because it has one row per pack
     )
     only_said = command("rebuild", prefix, "--accept-contents", "--dry-run")
-    assert (only_said.code, "would be rebuilt" in only_said.out, "nothing was written" in only_said.out) == (
+    assert (
+        only_said.code,
+        f"{prefix}{suffix}: would be accepted: " in only_said.out,
+        "nothing was written" in only_said.out,
+    ) == (
         0,
         True,
         True,
@@ -56,8 +60,8 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     assert files_of(prefix) == before | {suffix: changed}
     done = command("rebuild", prefix, "--accept-contents")
     assert done.code == 0, done
-    assert f"{prefix}{suffix}: rebuilt: " in done.out
-    assert "accepted as it is, with a new checksum" in done.out
+    assert f"{prefix}{suffix}: accepted: " in done.out
+    assert "kept as it is, with a new checksum" in done.out
     header = read_header(prefix)
     (entry,) = header.metadata["accepted"]
     assert entry["file"] == suffix

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from chats import preprocess
 from hostile import RECIPES, Recipe, World, verbs, what, within
 
 from megatron_sft_idx.cli.main import main
@@ -27,6 +28,8 @@ SHOWING = (
 WRITING = tuple(text for text in RECIPES if "[" in text or "create" in text)
 # Bad usage and bad data: their exit codes do not change either.
 FAILING = ("verify <rows.jsonl>", "merge <s> --output-prefix [s]", "nonsense", "pack <s>", "inspect <s> --diff <t>")
+
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
 class Left(NamedTuple):
@@ -169,6 +172,17 @@ def test_a_closed_stdin_is_no_empty_input(world: World, verb: str) -> None:
 
 def test_every_verb_is_here() -> None:
     assert {text.split()[0] for text in (*WRITING, *SHOWING)} >= verbs().keys()
+
+
+def test_an_error_comes_after_the_lines_above_it(tmp_path: Path) -> None:
+    assert preprocess(tmp_path / "x", rows=[ROW]).code == 0
+    (tmp_path / "x.bin").unlink()
+    command = [sys.executable, "-m", "megatron_sft_idx", "rebuild", str(tmp_path / "x")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    said = done.stdout.splitlines()
+    assert "x.bin: lost: " in done.stdout
+    assert "error: " in said[-1]
+    assert said[-1].endswith("see the lines above")
 
 
 def test_streams_of_a_caller_are_left_alone_and_descriptors_put_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,11 @@ def test_what_differs_in_columns_is_said(tmp_path: Path, backend: Any, capsys: p
     said = capsys.readouterr().out
     assert "column grade: float64 x 1 a pack here, float32 x 1 a pack there" in said
     assert "only there" in said
-    assert "the packs are equal" in said
+    assert re.search(
+        r"^the packs are equal: .* boundaries; the shards are not, because columns differ$", said, re.MULTILINE
+    )
+    assert main(["inspect", str(tmp_path / "x"), "--diff", str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out.endswith(" packs, ids, masks and boundaries\n")
 
 
 def test_the_first_row_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,11 @@ def test_pairs_beside_the_row_they_come_from(tmp_path):
     shard = Shard(tmp_path / "x", columns=("pair", "source"))
     for number in range(len(shard)):
         assert shard[number]["source"].tolist() == [[0, pair] for pair, _ in shard[number]["pair"].tolist()]
+    lines = command("inspect", tmp_path / "x", "--pack", 0).out.splitlines()
+    titles = [line.partition(", positions ")[0] for line in lines if line.startswith("── ")]
+    for at, (pair, rejected) in enumerate(shard[0]["pair"].tolist()):
+        name = f"rows.jsonl:{pair + 1}, pair {pair}, {'rejected' if rejected else 'chosen'}"
+        assert titles[at] == f"── sequence {at} ({name})"
 
 
 def test_a_file_of_somebody_at_the_place_of_a_column_is_told_before_the_work(tmp_path):

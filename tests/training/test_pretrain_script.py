@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(data: Path, *more: object, steps: int = STEPS) -> list[str]:
     size = ["--hidden-size", 32, "--seq-length", LENGTH, "--log-interval", 1000]
     taken = ["--train-iters", steps, "--global-batch-size", BATCH]
-    path = [] if "--data-path" in more else ["--data-path", data / "chats"]
+    path = [] if {"--data-path", "--train-data-path"} & {*more} else ["--data-path", data / "chats"]
     return [str(option) for option in (*path, *size, *taken, *more)]
 
 
@@ -190,6 +190,50 @@ def test_a_checkpoint_of_hybrid_model_is_refused_where_there_is_none(
     monkeypatch.setattr(script, "HYBRID", False)
     with pytest.raises(FormatError, match=r"iter_0000005: contains a HybridModel, .* 0.18 or later; use"):
         run(script, blend(data, "--load", checkpoints))
+
+
+def test_validation_on_another_shard(
+    script: ModuleType,
+    data: Path,
+    alone: dict[str, Curve],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read, load_batches = [], script.load_batches
+
+    def spy(args: Any, dataset: Any, consumed: int) -> Any:
+        read.extend(prefix for source in script.sources_of(dataset) for prefix in source.shards.prefixes)
+        return load_batches(args, dataset, consumed)
+
+    monkeypatch.setattr(script, "load_batches", spy)
+    both = ["--train-data-path", data / "chats", "--valid-data-path", data / "others", "--eval-iters", 2]
+    curve = run(script, options(data, *both, "--loss-by-source", "--save", tmp_path))
+    assert read == [str(data / "chats"), str(data / "others")]
+    assert re.search(r"^validation  loss \d", capsys.readouterr().out, re.MULTILINE)
+    # The training is that of --data-path without a split, which can also resume from this checkpoint.
+    assert curve.losses == alone["shard"].losses
+    assert len(run(script, options(data, "--save", tmp_path, steps=STEPS + 1)).losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "why"),
+    [
+        ("", "give either --data-path, or --train-data-path for training and --valid-data-path for validation"),
+        ("--data-path a --train-data-path b", "give either --data-path, or --train-data-path"),
+        ("--valid-data-path b --eval-iters 1", "give either --data-path, or --train-data-path"),
+        ("--data-path a --valid-data-path b --eval-iters 1", "--valid-data-path is for --train-data-path"),
+        ("--train-data-path a --split 9,1,0", "--split 9,1,0 applies to --data-path, but --train-data-path is also"),
+        ("--train-data-path a --valid-data-path b", "--valid-data-path is only read with --eval-iters"),
+        ("--train-data-path a --eval-iters 2", "--eval-iters 2: there is no validation data; give --valid-data-path"),
+    ],
+)
+def test_paths_that_contradict_each_other(
+    paths: str, why: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script.parse_arguments(["--seq-length", "64", *paths.split()])
+    assert why in capsys.readouterr().err
 
 
 def test_another_batch_size_leaves_no_sample_out_and_takes_none_twice(

@@ -260,8 +260,8 @@ def test_another_seed_than_the_checkpoints_is_refused_in_one_line(data: Path, ch
         (["--seed", "5"], "its run had --seed 1234, this one has --seed 5: samples would be repeated or missing; use"),
         (["--split", "90,10,0"], "its run had --split 1,0,0, this one has --split 90,10,0: "),
         (["--repack"], "its run had --repack False, this one has --repack True: "),
-        (["--data-path", "others"], "had --data-path .*/chats, this one has --data-path others, with other shards or"),
-        (["--data-path", "0.5", "chats", "0.5", "others"], "this one has --data-path 0.5 chats 0.5 others, with other"),
+        (["--data-path", "others"], "had the data path .*/chats, this one has others, with other shards or"),
+        (["--data-path", "0.5", "chats", "0.5", "others"], "this one has 0.5 chats 0.5 others, with other"),
     ],
 )
 def test_other_data_than_the_checkpoints_is_refused(
@@ -315,5 +315,5 @@ def test_other_shards_at_the_same_path_are_refused(
     assert len(run(script, options(data, *same)).losses) == 1
     for path in data.glob("others.*"):
         shutil.copy(path, moved / path.name.replace("others", "chats"))
-    with pytest.raises(FormatError, match=r"the shards at --data-path .*/chats have changed since its run began: "):
+    with pytest.raises(FormatError, match=r"the shards at .*/chats have changed since its run began: "):
         run(script, options(data, *same, steps=6))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron_setups import main as run_set_ups
 from test_pretrain_stops import is_running
 from torchruns import torchrun
 
@@ -102,3 +103,16 @@ def test_without_that_a_rank_goes_on(tmp_path: Path) -> None:
     launcher.kill()
     launcher.wait()
     assert left(processes, 3) == set(processes[0][1:])
+
+
+def test_the_program_of_the_set_ups_starts_nothing_for_help_or_an_unknown_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word, code in (("--help", 0), ("one proces", 2)):
+        monkeypatch.setattr(sys, "argv", ["megatron_setups.py", word])
+        with pytest.raises(SystemExit) as leaving:
+            run_set_ups()
+        assert leaving.value.code == code
+    said = capsys.readouterr()
+    assert "one process; micro-batch 2; runner; " in said.out
+    assert "no set-up has the name 'one proces'; --help lists the names" in said.err
