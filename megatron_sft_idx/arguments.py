@@ -73,7 +73,7 @@ def require_type(name: str, value: Any, hint: Any) -> None:
         except UnicodeEncodeError:
             is_path = False
         if not is_path:
-            raise FormatError(f"{name}: {brief(value)} holds a character that no path has; leave it out")
+            raise FormatError(f"{name}: {brief(value)} contains a character that cannot be in a path; remove it")
 
 
 def _is_union(hint: Any) -> bool:

@@ -110,8 +110,8 @@ class UnsupportedVersionError(FormatError):
     def __str__(self) -> str:
         versions = ", ".join(map(str, self.supported))
         return (
-            f"{self.path}: format version {self.found}, this package reads {versions} (rule H2); "
-            "upgrade megatron-sft-idx, or check that the file is not corrupt"
+            f"{self.path}: format version {self.found}, but this package reads {versions} (rule H2); upgrade"
+            " megatron-sft-idx, or check that the file is not corrupt"
         )
 
 

@@ -208,7 +208,7 @@ SETUPS = all_setups()
 
 
 def prepare(folder: Path) -> None:
-    """The demo's chats as shards: packed, with weights, packed otherwise, padded for CP 2, and one sequence a pack.
+    """The demo's chats as shards: packed, with weights, packed differently, padded for CP 2, and one sequence a pack.
 
     And pretraining data: documents of random tokens.
     """

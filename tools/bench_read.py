@@ -43,23 +43,24 @@ from megatron_sft_idx.storage.progress import Advance, Progress
 _DESCRIPTION = "Measure several ways of reading a shard from its disk, and recommend one."
 _EXAMPLES = """\
 examples:
-  find the settings to train with, from this disk, in this memory (takes about half a minute):
+  find the best settings for training with this disk and memory (takes about half a minute):
     python tools/bench_read.py data/train
 
-  read for longer, since a slow disk needs more time; print one JSON document for a program:
+  read for longer, because a slow disk needs more time, and print one JSON document for a program:
     python tools/bench_read.py data/train --seconds 120 --json > reading.json
 
-  read as if there were 4 GiB of memory (needs the right to make a control group: root, most containers):
+  read as if there were 4 GiB of memory (needs permission to make a control group: root, most containers):
     python tools/bench_read.py data/train --memory-limit 4096 --seconds 120
 
-A process of its own reads the shard by each setting: first after the page cache was dropped, which is checked, then
-once more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs a second,
-and bytes read from the disk for each byte asked for. Nothing is written. Another program that reads the shard loses its
-cached pages too; a file server, or the host of a virtual machine, keeps its own.
+A separate process reads the shard with each setting: first after dropping the page cache, which is verified, then once
+more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs per second, and
+bytes read from the disk per byte of a pack. Nothing is written. Other programs that read the shard lose their cached
+pages too; the caches of a file server, or of the host of a virtual machine, are not dropped.
 
-The memory limit is a control group's, since a limit of ulimit would not count the page cache.
+The memory limit is set with a control group, because ulimit does not count the page cache.
 
-exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
+exit code: 0 if measured; 1 if the shard is bad or cannot be read with any setting; 2 for wrong usage, or if no limit
+can be set here.
 """
 EpochName = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, if the shard is that large.
@@ -230,7 +231,7 @@ def bench_read(
     # With pread, because pages that this process maps would stay in the cache when it is dropped.
     shard = Shard(prefix, backend="pread")
     if not len(shard):
-        raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
+        raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; pass another shard")
     tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
     memory = min(available_nbytes(), options.limit.nbytes) if options.limit else available_nbytes()
     paths = ShardPaths.of(prefix)
@@ -301,29 +302,29 @@ def _reasons(report: ReadingReport, chosen: SettingTimes, num_usable: int) -> It
     """Yield the reasons for a setting: first the medium of the shard, then the measurements."""
     subject, medium = report.subject, report.subject.medium
     if medium.kind == "memory":
-        yield f"{medium.filesystem} keeps the shard in memory: there is no disk to save"
+        yield f"{medium.filesystem} keeps the shard in memory, so no disk is read"
     else:
-        fit, epochs = ("fit", "only first epochs read") if subject.fits else ("do not fit", "every epoch reads")
+        fit, epochs = ("fit", "only the first epoch reads") if subject.fits else ("do not fit", "every epoch reads")
         size, room = shown_nbytes(subject.nbytes), shown_nbytes(subject.memory_nbytes)
-        yield f"its {size} {fit} in the {room} there are for the page cache: {epochs} the disk"
+        yield f"its {size} {fit} in the {room} available for the page cache: {epochs} from the disk"
     if medium.kind == "network":
         yield (
-            f"{medium.filesystem} is a network file system, or may be one: where the server goes away pread fails with"
-            " an error, and a process that maps its files is killed"
+            f"{medium.filesystem} is, or can be, a network file system: if the server becomes unavailable, pread fails"
+            " with an error, but a process that maps its files is killed"
         )
     if not report.cold and medium.kind != "memory":
-        yield "no first epoch was seen to be cold: what a disk does was not measured"
+        yield "no first epoch was certain to be cold, so the disk was not measured"
     default = next((one for one in report.settings if one.setting == Setting()), None)
     if default is not None and default.refused:
-        yield f"the default, {default.setting.name}, is refused here: {default.refused}"
+        yield f"the default, {default.setting.name}, does not work here: {default.refused}"
     elif default is not None and chosen is not default:
         yield (
-            f"beside the default, {default.setting.name}: {chosen.rate('first'):,.0f} packs/s against"
-            f" {default.rate('first'):,.0f} in the first epoch, {chosen.rate('second'):,.0f} against"
+            f"compared with the default, {default.setting.name}: {chosen.rate('first'):,.0f} packs/s instead of"
+            f" {default.rate('first'):,.0f} in the first epoch, {chosen.rate('second'):,.0f} instead of"
             f" {default.rate('second'):,.0f} in the second"
         )
     elif num_usable > 1:
-        yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
+        yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and by more than the rounds differ)"
 
 
 # ---- the report, as JSON and as text ----
@@ -383,10 +384,10 @@ def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str
         numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)]
         yield "  ".join([row[0].ljust(widths[0]), *numbers])
     yield ""
-    yield "cold, warm: the first epoch and the second. disk/asked: bytes read from the disk for each byte of a pack."
+    yield "cold: first epoch, warm: second epoch. disk/asked: bytes read from the disk per byte of a pack."
     yield ""
     if advice.setting is None:
-        yield f"{report.subject.prefix}: cannot be read in any of these ways"
+        yield f"{report.subject.prefix}: none of these settings can read it"
     else:
         yield f"recommended: {advice.setting.call}"
         yield f"in training: {advice.setting.training}"
@@ -395,14 +396,14 @@ def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str
 
 def _row(report: ReadingReport, one: SettingTimes) -> list[str]:
     if one.refused is not None:
-        return [one.setting.name, f"refused: {one.refused}"]
+        return [one.setting.name, f"failed: {one.refused}"]
     cells = [one.setting.name]
     for which in ("first", "second"):
         epoch = _epoch_dict(report, one, which)
         amplified, nbytes = epoch["read_amplification"], epoch["bytes"] / epoch["packs"]
         cells.append(f"{epoch['packs_per_second']:,.0f}")
         cells.append(f"{epoch['packs_per_second'] * nbytes / 2**20:,.0f}")
-        cells.append("not told" if amplified is None else f"{amplified:.2f}")
+        cells.append("unknown" if amplified is None else f"{amplified:.2f}")
     return cells
 
 
@@ -415,20 +416,22 @@ def _heading(report: ReadingReport) -> Iterator[str]:
     yield f"{subject.prefix}: {counted(subject.num_packs, 'pack')}, {shown_nbytes(subject.nbytes)}"
     yield f"on {medium.filesystem} ({medium.source}{ahead}), memory for the page cache: {room}"
     if limit is not None:
-        yield f"under a limit of {shown_nbytes(limit.nbytes)}, set by a control group"
+        yield f"with a limit of {shown_nbytes(limit.nbytes)}, set by a control group"
     step = f", one of every {sample.step:,}" if sample.step > 1 else ""
-    times = "once" if options.num_rounds == 1 else f"{options.num_rounds} times, of which the median is shown"
+    times = "once" if options.num_rounds == 1 else f"{options.num_rounds} times; the table shows the median"
     packs = counted(len(sample), "pack")
     yield f"read: {packs} from pack {sample.start:,} on{step}, {options.order}; each setting {times}"
     if report.cold:
         yield "page cache dropped before each first epoch"
     else:
-        yield f"NOT COLD: {medium.filesystem} or another process kept the shard in memory, or no reads are counted here"
+        yield (
+            f"NOT COLD: {medium.filesystem} or another process kept the shard in memory, or reads are not counted here"
+        )
     most = max((epoch.nbytes for one in report.settings for epoch in one.epochs("first")), default=0)
     if limit is not None and most <= limit.nbytes:
         too_small = subject.nbytes <= limit.nbytes
-        remedy = "the shard is too small for it" if too_small else "read more, with --seconds or --packs"
-        yield f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
+        remedy = "use a larger shard" if too_small else "read more, with --seconds or --packs"
+        yield f"LIMIT NOT REACHED: at most {shown_nbytes(most)} were read, which fit into the limit; {remedy}"
 
 
 # ---- the program ----
@@ -440,8 +443,8 @@ def build_parser() -> argparse.ArgumentParser:
     declare(
         parser.add_mutually_exclusive_group(),
         """
-        --seconds N  read for about so many seconds (default: %(default)s)
-        --packs N  read N packs an epoch, for as long as that takes
+        --seconds N  read for about this many seconds (default: %(default)s)
+        --packs N  read N packs per epoch, regardless of the time
         """,
         seconds=15,
     )
@@ -449,7 +452,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser,
         """
         --order  order in which packs are read; training shuffles (default: %(default)s)
-        --memory-limit MIB  most memory for reading, including the page cache
+        --memory-limit MIB  maximum memory for reading, including the page cache
         --json  print one JSON document instead of text
         """,
         order=("shuffled", "sequential"),
@@ -479,7 +482,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print_lines(reading_lines(report, advice))
     if advice.setting is None:
-        log_line(f"bench_read.py: error: {arguments.shard}: no setting reads it here")
+        log_line(f"bench_read.py: error: {arguments.shard}: no setting can read it here")
         return 1
     return 0
 

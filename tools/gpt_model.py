@@ -75,7 +75,7 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend: query [positions, heads, size], key, value [positions, groups, size] to [positions, heads * size]."""
         if packed_seq_params is None:
-            raise ValueError("packed_seq_params: None, but this attention knows its segments only from there")
+            raise ValueError("packed_seq_params is None, but this attention needs it to find the segments")
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).unique_consecutive().tolist()
         dropout = self.dropout if self.training else 0.0
@@ -100,8 +100,8 @@ def layer_spec(attention: str) -> ModuleSpec:
     if attention == "te":
         if find_spec("transformer_engine") is None:
             raise ImportError(
-                "attention te needs a GPU and Transformer Engine: pip install 'transformer-engine[pytorch]';"
-                " thd, mask and unpacked run anywhere"
+                "attention te needs a GPU and Transformer Engine: pip install 'transformer-engine[pytorch]'; thd,"
+                " mask and unpacked work on any machine"
             )
         return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")

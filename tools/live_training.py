@@ -40,9 +40,9 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
         "--live-end",
         choices=("pad", "drop"),
         default="pad",
-        help="how all ranks come to end with the same step: rows without loss, or dropped ones (default: %(default)s)",
+        help="how to make all ranks end with the same step: add rows without loss, or drop rows (default: %(default)s)",
     )
-    chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
+    chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl, ...)")
     for group, table in ((live, _LIVE_OPTIONS), (chunks, _CHUNK_OPTIONS)):
         for option, kind, _, default, unit, what in table:
             said = what if default is None else f"{what} (default: %(default)s)"
@@ -51,20 +51,22 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
 
 # Name, type, minimum, default, metavar and help of each option.
 _LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
-    ("live-window", int, 0, 1, "N", "shards of a rank that are shuffled together; 0 takes packs as they are stored"),
-    ("max-wait", float, 0, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
-    ("consumer", str, None, "train", "NAME", "this run's name among those that read the folder"),
-    ("ack-dir", str, None, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
+    ("live-window", int, 0, 1, "N", "shards of a rank to shuffle together; 0 reads packs in the stored order"),
+    ("max-wait", float, 0, 540.0, "SECONDS", "give up on a shard after this long; below the collectives' timeout"),
+    ("consumer", str, None, "train", "NAME", "name of this run among the runs that read the folder"),
+    ("ack-dir", str, None, None, "FOLDER", "write acknowledgements to this folder instead of the data's folder"),
 )
-_END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
-_MOST_SEQUENCES = "of packed lines, or of chats with --earlier-reasoning split; 64, or 1 in 32 tokens where not given"
+_END_AFTER = "stop after this long without a new or growing chunk, for producers that do not mark the end"
+_MOST_SEQUENCES = (
+    "maximum for packed lines, or for chats with --earlier-reasoning split; default: 1 per 32 tokens, but at least 64"
+)
 _CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("max-sequences-per-pack", int, 1, None, "N", _MOST_SEQUENCES),
-    ("samples-per-chunk", int, 1, None, "N", "stop where a chunk, but for the last one, has others"),
+    ("samples-per-chunk", int, 1, None, "N", "samples in every chunk but the last; another number is an error"),
     ("consumers", int, 1, 1, "N", "runs that read the folder; a chunk is completed once all have committed it"),
-    ("num-chunks", int, 0, None, "N", "how many there will be, where that is known"),
+    ("num-chunks", int, 0, None, "N", "total number of chunks, if it is known"),
     ("end-after", float, 0, None, "SECONDS", _END_AFTER),
-    ("settle", float, 0, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
+    ("settle", float, 0, 5.0, "SECONDS", "the newest chunk is complete when it has not changed for this long"),
 )
 
 
@@ -82,29 +84,29 @@ def check_live_options(args: argparse.Namespace) -> None:
     name = " ".join(args.data_path)
     if len(args.data_path) > 1:
         raise FormatError(
-            f"--data-path {name}: a blend needs to know how much there is of each part, and of live data nobody knows;"
+            f"--data-path {name}: a blend needs the amount of data in each part, which is unknown for live data;"
             " produce one catalog from all inputs, or train on finished folders"
         )
     require_local(args.data_path[0][len(LIVE) :], "live data")
     if args.ack_dir is not None:
         require_local(args.ack_dir, "a folder of acknowledgements")
     if args.train_iters is None:
-        raise FormatError(f"--data-path {name}: nobody knows yet how much data will come; give --train-iters")
+        raise FormatError(f"--data-path {name}: the amount of live data is unknown; pass --train-iters")
     for option, off, why in (
-        ("split", "1,0,0", "what will come cannot be split into parts"),
-        ("eval_iters", 0, "live data is all for training; evaluate on a finished folder"),
-        ("repack", False, "packs are planned over all sequences, and most are still to come; let the producer pack"),
-        ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
-        ("data_cache_path", None, "there is no index to build once"),
+        ("split", "1,0,0", "live data cannot be split into parts"),
+        ("eval_iters", 0, "live data is only for training; evaluate on a finished folder"),
+        ("repack", False, "packs are planned over all sequences, and most do not exist yet; let the producer pack"),
+        ("balance_attention", False, "each rank reads different shards, so packs are not distributed over the ranks"),
+        ("data_cache_path", None, "there is no index to build"),
     ):
         if getattr(args, option, None) not in (off, None):  # the script may lack the option or a default for it
-            raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
+            raise FormatError(f"--data-path {name}: leave out --{option.replace('_', '-')}: {why}")
     for option, _, least, *_ in (*_LIVE_OPTIONS, *_CHUNK_OPTIONS):
         value = getattr(args, option.replace("-", "_"))
         if least is not None and value is not None and not value >= least:  # also refuses NaN
-            raise FormatError(f"--{option} {value}, expected {least} or more")
+            raise FormatError(f"--{option} {value}: expected {least} or more")
     if getattr(args, "chat_template", None) and not args.tokenizer_model:
-        raise FormatError("--chat-template is for raw chats: give --tokenizer too")
+        raise FormatError("--chat-template is for raw chats, which also need --tokenizer")
 
 
 def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None) -> LiveData:
@@ -144,7 +146,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     step_rows = args.micro_batch_size * size
     if args.global_batch_size % step_rows:
         raise FormatError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size"
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size"
             f" {args.micro_batch_size} x {size} data-parallel ranks"
         )
     config = LiveConfig(
@@ -166,8 +168,8 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     _require_first(args, shards)
     if args.save is None and leads:
         logger.warning(
-            "%s: no --save: a run without checkpoints acknowledges nothing, so no shard is removed behind it and a"
-            " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end; give --save",
+            "%s: without --save, the run acknowledges nothing. So no completed shard is removed, and a producer with"
+            " --max-ahead-shards or --max-ahead-gb will wait forever; pass --save",
             folder,
         )
     ending: AbstractContextManager[None] = nullcontext()
@@ -184,8 +186,9 @@ def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
     acks = newest_acks(ack_folder(Catalog(shards.folder), args.ack_dir), args.consumer)
     if any(ack.items_done or ack.deal != ack.deal.of_epoch(0) for ack in acks):
         raise FormatError(
-            f"{shards.folder}: consumer {args.consumer!r} has acknowledged shards here, and --save {args.save} holds no"
-            " checkpoint; name the folder that does, give --fresh to read everything again, or another --consumer"
+            f"{shards.folder}: consumer {args.consumer!r} has acknowledged shards here, but --save {args.save}"
+            " contains no checkpoint; pass the folder with the checkpoints, or --fresh to read everything again, or"
+            " another --consumer"
         )
 
 
@@ -282,7 +285,7 @@ class LiveData(Iterator[Tensors]):
         self._loader.prepare()
         self._begun = False
         self._committed = self._gather(self._loader.state)
-        logger.info("%s: what is left is dealt out anew", self._shards.folder)
+        logger.info("%s: the remaining data is distributed again", self._shards.folder)
 
     def load_states(self, states: Any) -> None:
         """Continue from the states in a checkpoint, which may be from a job with another number of ranks.
@@ -292,7 +295,7 @@ class LiveData(Iterator[Tensors]):
         """
         if not isinstance(states, list):
             raise FormatError(
-                "--load: the checkpoint does not say where its run was in live data; it was on other data"
+                "--load: the checkpoint contains no position in live data, because its run used other data"
             )
         now = self._loader.state
         found = zip(states, states_from_json(states), strict=True)
@@ -317,7 +320,7 @@ def _leads() -> bool:
 def _holds_chunks(folder: str, max_wait: float) -> bool:
     """Return whether a folder has chunks (True) or is a catalog of shards (False); wait until it is one of them."""
     catalog, waiter = Catalog(folder), Waiter(f"rank {parallel_state.get_data_parallel_rank()}")
-    for waited in waiter.looks(lambda: f"{folder}: neither a catalog nor chunks are there yet"):
+    for waited in waiter.looks(lambda: f"{folder}: no catalog and no chunks yet"):
         if waited > max_wait:
             break
         if catalog.producer() is not None or catalog.numbers():
@@ -325,6 +328,6 @@ def _holds_chunks(folder: str, max_wait: float) -> bool:
         if chunks_in(folder):
             return True
     raise SFTIndexError(
-        f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"
-        " chunk_00000.jsonl; start the producer, or name its folder"
+        f"{folder}: still no _producer.json and no chunk_00000.jsonl after {max_wait:g} s (--max-wait); start the"
+        " producer, or pass its folder"
     )

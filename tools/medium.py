@@ -160,7 +160,7 @@ def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
 
 
 def _make_group(nbytes: int) -> Path:
-    reason = "there is no memory controller of control groups"
+    reason = "control groups have no memory controller here"
     limit = _limit_of_group()
     if limit is not None:
         own = limit.parent
@@ -182,7 +182,7 @@ def _make_group(nbytes: int) -> Path:
                 folder.rmdir()
     mib = nbytes >> 20
     raise OSError(
-        f"no control group may be made here ({reason}), and ulimit does not limit the page cache; run as root, or"
-        f" limit this command from outside: systemd-run --user --scope -p MemoryMax={mib}M python tools/bench_read.py"
-        f" ..., or a container with --memory {mib}m"
+        f"no permission to make a control group here ({reason}), and ulimit does not limit the page cache; run as"
+        f" root, or limit this command from outside: systemd-run --user --scope -p MemoryMax={mib}M python"
+        f" tools/bench_read.py ..., or a container with --memory {mib}m"
     )

@@ -111,7 +111,7 @@ class Renamed(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         """Refuse the option and give its new name."""
-        parser.error(f"{self.option_strings[0]} is called {self.const} now: torchrun takes the old name for its own")
+        parser.error(f"{self.option_strings[0]} is now {self.const}, because torchrun has an option with the old name")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,18 +121,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-path",
         nargs="+",
         required=True,
-        help="a prefix, folder or glob, local, s3:// or msc://; or weights and such, among which pretrain:PREFIX may be"
-        " a stock Megatron dataset; or live:FOLDER",
+        help=(
+            "a prefix, folder or glob, local or at s3:// or msc://; or several with a weight before each, where"
+            " pretrain:PREFIX can be a stock Megatron dataset; or live:FOLDER"
+        ),
     )
-    data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
-    data.add_argument("--data-cache-path", help="folder for indices that are built once")
+    data.add_argument("--split", default="1,0,0", help="shares for training, validation and test, such as 98,1,1")
+    data.add_argument("--data-cache-path", help="folder for cached indices")
     data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
-    data.add_argument("--seq-length", type=positive, required=True, help="positions of a training row")
-    data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
+    data.add_argument("--seq-length", type=positive, required=True, help="number of positions in a training row")
+    data.add_argument(
+        "--repack", action="store_true", help="plan packs for --seq-length at start-up; no file is rewritten"
+    )
     data.add_argument(
         "--ignore-media",
         action="store_true",
-        help="train on shards with images and audio as if their placeholder tokens were text; else they are refused",
+        help=(
+            "train on shards with images or audio as if their placeholder tokens were text; without this option, such"
+            " shards are rejected"
+        ),
     )
     add_read_options(data)
 
@@ -140,23 +147,30 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--num-layers", type=positive, default=2)
     model.add_argument("--hidden-size", type=positive, default=64)
     model.add_argument("--num-attention-heads", type=positive, default=4)
-    model.add_argument("--vocab-size", type=positive, help="rows of the embedding; default: enough for the tokenizer")
+    model.add_argument(
+        "--vocab-size", type=positive, help="number of rows of the embedding; default: enough for the tokenizer"
+    )
     model.add_argument("--init-method-std", type=float, default=0.02)
-    model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
+    model.add_argument("--bf16", action="store_true", help="train in bfloat16; required for te")
     model.add_argument(
         "--attention",
         choices=ATTENTION,
         default="thd",
-        help="thd: segment by segment, anywhere; mask: a block-diagonal mask; unpacked: a row for each sequence;"
-        " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has run",
+        help=(
+            "thd: segment by segment, on any machine; mask: a block-diagonal mask; unpacked: one row per sequence;"
+            " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has"
+            " run"
+        ),
     )
 
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=positive, default=1)
     training.add_argument("--global-batch-size", type=positive, default=4)
-    training.add_argument("--balance-attention", action="store_true", help="give processes equal attention to compute")
-    training.add_argument("--train-iters", type=int, help="steps; default: 50, but to be given with live data")
-    training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
+    training.add_argument(
+        "--balance-attention", action="store_true", help="give all processes the same amount of attention to compute"
+    )
+    training.add_argument("--train-iters", type=int, help="number of steps; default: 50; required for live data")
+    training.add_argument("--eval-iters", type=int, default=0, help="number of validation steps after training")
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--weight-decay", type=float, default=0.01)
@@ -164,30 +178,45 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--save",
         type=Path,
-        help="folder for checkpoints; where it holds some, the latest is continued, unless --load holds a later one",
+        help=(
+            "folder for checkpoints; if it contains some, training resumes from the latest, unless --load has a later"
+            " one"
+        ),
     )
     training.add_argument(
-        "--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end"
+        "--save-interval", type=int, default=0, help="steps between checkpoints; the last step is always saved"
     )
     training.add_argument(
-        "--load", type=Path, help="folder of checkpoints; its latest is continued, unless --save holds one as late"
+        "--load",
+        type=Path,
+        help=(
+            "folder of checkpoints; training resumes from the latest, unless --save has one that is as late or later"
+        ),
     )
     training.add_argument(
         "--finetune",
         action="store_true",
-        help="take only the weights from --load and begin at step 0, on any data; once --save holds a checkpoint, the"
-        " same command goes on from that",
+        help=(
+            "load only the weights from --load and begin at step 0, on any data; once --save contains a checkpoint,"
+            " the same command resumes from that"
+        ),
     )
     training.add_argument(
         "--fresh",
         action="store_true",
-        help="begin anew, whatever an earlier run has acknowledged; --save is to be another folder then",
+        help=(
+            "start from the beginning, regardless of what an earlier run has acknowledged; needs another --save folder"
+        ),
     )
     training.add_argument("--log-interval", type=int, default=1)
     training.add_argument(
-        "--loss-by-source", action="store_true", help="tell the loss of each input file too; shards know theirs"
+        "--loss-by-source",
+        action="store_true",
+        help="also log the loss per input file; shards contain the file of each sequence",
     )
-    training.add_argument("--metrics", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+    training.add_argument(
+        "--metrics", type=Path, help=("write loss and gradient norm of each step to this file, as JSON lines")
+    )
     training.add_argument("--log", action=Renamed, const="--metrics", help=argparse.SUPPRESS)
 
     add_live_options(parser)
@@ -206,11 +235,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     except FormatError as error:
         parser.error(str(error))
     if is_live(args) and args.loss_by_source:
-        parser.error("--loss-by-source: live data does not say which files it will come from; leave it out")
+        parser.error(
+            "--loss-by-source does not work with live data, which does not record its input files; leave it out"
+        )
     if args.save and find_spec("psutil") is None:  # without it, megatron.core hangs while it writes a checkpoint
-        parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
+        parser.error("--save needs psutil; install it with: pip install 'megatron-sft-idx[megatron]'")
     if args.hidden_size % args.num_attention_heads:
-        parser.error(f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads")
+        parser.error(f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads")
     check_checkpoints(args, parser)
     args.read = read_options(args, parser)
     args.train_iters = 50 if args.train_iters is None else args.train_iters
@@ -228,37 +259,39 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
     try:
         loaded = latest_step(args.load) if args.load else None
         if args.load and loaded is None:
-            parser.error(f"--load {args.load}: no checkpoint is here")
+            parser.error(f"--load {args.load}: no checkpoint found")
         if args.save and args.save.exists() and not args.save.is_dir():
-            parser.error(f"--save {args.save}: a file is here, expected a folder or nothing")
+            parser.error(f"--save {args.save}: expected a folder or nothing, found a file")
         begun = latest_step(args.save) if args.save else None
     except FormatError as error:
         parser.error(str(error))
     if begun is not None and args.fresh:
         parser.error(
-            f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
-            " another folder, or move these away"
+            f"--fresh: {args.save} contains the checkpoint of step {begun}, which new ones would overwrite; pass"
+            " another --save folder, or move the old checkpoints away"
         )
     if args.finetune and loaded is None:
-        parser.error("--finetune: the weights are missing; give --load, a folder of checkpoints")
+        parser.error("--finetune needs weights; pass --load, a folder of checkpoints")
     if args.finetune and begun is not None:  # resume this run instead
         args.finetune, args.load, loaded = False, None, None
     leads = os.environ.get("RANK", "0") == "0"
     if args.save and begun is None and loaded is None and (args.save / _UNFINISHED).exists() and leads:
-        print_lines([f"{args.save / _UNFINISHED}: a killed run did not finish this checkpoint, and saved none before"])
+        print_lines(
+            [(f"{args.save / _UNFINISHED}: a killed run did not finish this checkpoint, and saved none before it")]
+        )
     if args.finetune:
         return
     taken = loaded is not None and (begun is None or begun < loaded)
     if args.save and taken and (later := [step for step in whole_steps(args.save) if step > (loaded or 0)]):
         parser.error(
-            f"--load {args.load}: goes on from step {loaded}, and would overwrite the checkpoint of {later[0]} steps in"
-            f" --save {args.save}; give --save another folder, or write {later[-1]} to {args.save / _LATEST} to go on"
-            " from what is there"
+            f"--load {args.load}: resuming from step {loaded} would overwrite the checkpoint of step {later[0]} in"
+            f" --save {args.save}; pass another --save folder, or write {later[-1]} to {args.save / _LATEST} to resume"
+            " from the latest checkpoint there"
         )
     if begun is not None and loaded is not None and args.load.resolve() != args.save.resolve():
-        held = f"--save {args.save} holds {begun} steps, --load {args.load} {loaded}"
+        held = f"--save {args.save} is at step {begun}, --load {args.load} at step {loaded}"
         if leads:
-            print_lines([f"{held}: {'--load' if taken else '--save'} is continued"])
+            print_lines([f"{held}: resuming from {'--load' if taken else '--save'}"])
     if begun is not None and not taken:
         args.load = args.save
 
@@ -289,8 +322,8 @@ def latest_step(folder: Path) -> int | None:
         return whole[-1]
     if torn := sorted(folder.glob("iter_*")):
         raise FormatError(
-            f"{torn[-1]}: {_WRITTEN_LAST} is missing, and no other checkpoint in {folder} is whole; put the missing"
-            " files back, or name another folder to begin anew"
+            f"{torn[-1]}: {_WRITTEN_LAST} is missing, and no other checkpoint in {folder} is complete; restore the"
+            " missing files, or pass another folder to start from the beginning"
         )
     return None
 
@@ -463,7 +496,10 @@ def latest_checkpoint(folder: Path) -> Path:
     """Return the latest checkpoint in a folder that has at least one. FormatError: it is missing."""
     latest = folder / f"iter_{latest_step(folder) or 0:07d}"
     if not latest.is_dir():
-        raise FormatError(f"{latest}: missing, and {_LATEST} names it; put it back, or write the number of another one")
+        raise FormatError(
+            f"{latest}: missing, but {_LATEST} refers to it; restore it, or write the number of another checkpoint to"
+            f" {_LATEST}"
+        )
     return latest
 
 
@@ -501,13 +537,13 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
     Shards may have moved; they are compared by their ids.
     """
     remedy = (
-        "samples would come twice or never; give the old value, or begin anew in another --save, with --finetune from"
-        " these weights"
+        "samples would be repeated or missing; use the old value, or start again with another --save, and with"
+        " --finetune from these weights"
     )
     if was is None:
         raise FormatError(
-            f"{source}: does not say on which finished data its run was, which may have been live data; name that, or"
-            " begin anew in another --save, with --finetune from these weights"
+            f"{source}: does not record which data its run used, perhaps because that was live data; pass the same"
+            " live data, or start again with another --save, and with --finetune from these weights"
         )
     for option, value in now["options"].items():
         old = was["options"].get(option)
@@ -519,13 +555,13 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
     if was["shards"] == now["shards"]:
         if was.get("orders", []) != now["orders"]:
             raise FormatError(
-                f"{source}: its run had pretraining data in another order, which follows from the number of its epochs,"
-                f" and so from --train-iters and --global-batch-size: {remedy}"
+                f"{source}: its run had pretraining data in another order, because the order depends on the number of"
+                f" epochs, and so on --train-iters and --global-batch-size: {remedy}"
             )
         return
     old, new = was["--data-path"], now["--data-path"]
     if old == new:
-        raise FormatError(f"{source}: --data-path {new} holds other shards than when its run began: {remedy}")
+        raise FormatError(f"{source}: the shards at --data-path {new} have changed since its run began: {remedy}")
     raise FormatError(
         f"{source}: its run had --data-path {old}, this one has --data-path {new}, with other shards or weights:"
         f" {remedy}"
@@ -542,12 +578,12 @@ def use_names_of(source: str, args: argparse.Namespace, state: dict[str, Any]) -
         return
     if not HYBRID:
         raise FormatError(
-            f"{source}: holds a HybridModel, which megatron-core has from 0.18 on; go on with the one that wrote it"
+            f"{source}: contains a HybridModel, which needs megatron-core 0.18 or later; use the version that wrote it"
         )
     if find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None:
         raise FormatError(
-            f"{source}: holds a GPTModel, which megatron-core loads into HybridModel from 0.19 on; take that one, or go"
-            " on with the one that wrote it"
+            f"{source}: contains a GPTModel, which can be loaded into a HybridModel from megatron-core 0.19 on; use"
+            " that version, or the version that wrote it"
         )
     from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
 
@@ -567,7 +603,7 @@ def load_checkpoint(
         model.module.load_state_dict(found["model"])
         optimizer.reload_model_params()  # it may have a float32 copy of them
         if torch.distributed.get_rank() == 0:
-            print_lines([f"beginning with the weights of {weights}"])
+            print_lines([f"starting with the weights of {weights}"])
     source, step, _, _ = begun(args)
     if source:
         state = checkpoint_state(model, optimizer, loading=True)
@@ -578,7 +614,7 @@ def load_checkpoint(
         if live:
             live.load_states(found.get("live"))
         if torch.distributed.get_rank() == 0:
-            print_lines([f"going on from {source}: {step} steps are done"])
+            print_lines([f"resuming from {source}, after {step} steps"])
     return step
 
 
@@ -672,7 +708,7 @@ def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
         headers = [header for shards in chats for header in shards.headers]
         known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
     if wanted is None and None in known:
-        raise FormatError("the data does not say how many tokens their tokenizer has: give --vocab-size")
+        raise FormatError("the data does not record the size of the tokenizer's vocabulary; pass --vocab-size")
     most = max((size for size in known if size is not None), default=0)
     enough = -(-most // 128) * 128
     if wanted is not None and wanted < most:
@@ -763,7 +799,7 @@ def one_line_errors() -> Iterator[None]:
         # torchrun ends the remaining processes of a job; the process that failed has reported the reason.
         if not any(words in str(error) for words in _LEFT_ALONE):
             raise
-        left_alone, message = True, "another process has ended, which says why"
+        left_alone, message = True, "another process has failed; see its message"
     else:
         return
     with contextlib.suppress(Exception):  # the store may have ended with the first process
@@ -782,7 +818,7 @@ def end_with_launcher() -> None:
     if not torch.distributed.is_torchelastic_launched():
         return
     launcher = os.getppid()
-    words = f"{Path(__file__).name}: error: torchrun (process {launcher}) is gone, so this rank ends too"
+    words = f"{Path(__file__).name}: error: torchrun (process {launcher}) has ended, so this rank ends too"
 
     def watch() -> None:
         while os.getppid() == launcher:

@@ -83,7 +83,9 @@ def read_config(path: str) -> YamlMapping:
     except (OSError, ValueError) as error:
         raise FormatError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_NBYTES:
-        raise FormatError(f"{path}: larger than {MAX_NBYTES:,} bytes, which no file of options is")
+        raise FormatError(
+            f"{path}: larger than {MAX_NBYTES:,} bytes, the maximum for a file of options; pass a YAML file"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -93,8 +95,8 @@ def read_config(path: str) -> YamlMapping:
         ) from None
     value = _parse(text, path)
     if not isinstance(value, YamlMapping):
-        found = {YamlText: "a text", YamlList: "a list"}.get(type(value), "nothing")
-        raise FormatError(f"{path}: {found}, expected a mapping of options, such as seq-length: 4096")
+        found = {YamlText: "a string", YamlList: "a list"}.get(type(value), "nothing")
+        raise FormatError(f"{path}: expected a mapping of options, such as seq-length: 4096, found {found}")
     return value
 
 
@@ -147,21 +149,21 @@ class _Tree:
         if isinstance(event, yaml.DocumentStartEvent):
             self._num_documents += 1
             if self._num_documents > 1:
-                raise FormatError(f"{where}: a second document begins (---); put all options into one")
+                raise FormatError(f"{where}: a second document begins here (---); put all options into one document")
         elif isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise FormatError(
-                f"{where}: anchors and aliases (& and *) are not read; write the value out, or quote a text that begins"
-                " with & or *"
+                f"{where}: anchors and aliases (& and *) are not supported; write the value out, or quote a string"
+                " that begins with & or *"
             )
         elif getattr(event, "tag", None) is not None:
             raise FormatError(
-                f"{where}: tags ({event.tag}) are not read; leave it out, or quote a text that begins with !"
+                f"{where}: tags ({event.tag}) are not supported; remove the tag, or quote a string that begins with !"
             )
         elif isinstance(event, yaml.ScalarEvent):
             self._put(YamlText(event.value, line, is_plain=event.style is None))
         elif isinstance(event, yaml.CollectionStartEvent):
             if len(self._open) == MAX_DEPTH:
-                raise FormatError(f"{where}: nested more than {MAX_DEPTH} levels deep; flatten it")
+                raise FormatError(f"{where}: nested more than {MAX_DEPTH} levels deep; use fewer levels")
             self._open.append((line, [], isinstance(event, yaml.MappingStartEvent)))
         elif isinstance(event, yaml.CollectionEndEvent):
             begin, content, is_mapping = self._open.pop()
@@ -178,11 +180,11 @@ class _Tree:
         seen: dict[str, int] = {}
         for key, value in zip(content[::2], content[1::2], strict=True):
             if not isinstance(key, YamlText):
-                raise FormatError(f"{self.path}:{key.line}: a list or mapping is a key here; keys are texts")
+                raise FormatError(f"{self.path}:{key.line}: a key must be a string, not a list or mapping")
             if key.text in seen:
                 raise FormatError(
-                    f"{self.path}:{key.line}: {brief(key.text)} is there twice, on line {seen[key.text]} already;"
-                    " remove one"
+                    f"{self.path}:{key.line}: {brief(key.text)} occurs twice, first on line {seen[key.text]}; remove"
+                    " one"
                 )
             seen[key.text] = key.line
             mapping.entries.append((key, value))
@@ -210,8 +212,8 @@ def to_json(value: YamlValue, path: str) -> str:
         return value.text
     if _has_type(value.text):
         raise FormatError(
-            f"{path}:{value.line}: {brief(value.text)} is a text for some versions of YAML and not for others; quote"
-            " it if it is a text, else write true, false, null or a number as in JSON"
+            f"{path}:{value.line}: {brief(value.text)} is a string in some versions of YAML but not in others; quote"
+            " it if it is a string, otherwise write true, false, null or a number as in JSON"
         )
     return json.dumps(value.text)
 

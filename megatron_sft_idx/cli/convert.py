@@ -18,13 +18,13 @@ from megatron_sft_idx.packs.run import MASK_ALIGNMENTS
 from megatron_sft_idx.storage.progress import Progress
 
 _HELP = """\
-Convert packed SFT data from one format to another, in a stream; then read the result again and compare it with SRC.
+Convert packed SFT data from one format to another as a stream, then read the result back and compare it with SRC.
 
 examples:
-  a pickled .npy, as NeMo and Megatron-Bridge wrote it, to a shard:
+  a pickled .npy from NeMo or Megatron-Bridge to a shard:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx
 
-  the same for a file that was packed for 4096 tokens, whose masks say which token is trained on:
+  the same for a file packed for 4096 tokens, with masks that mark the trained tokens themselves:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx --seq-length 4096 --mask-alignment token
 
   many Parquet files to one shard, and back to one Parquet file:
@@ -34,43 +34,43 @@ examples:
   a .npy, and the file DST.json that Megatron-Bridge reads next to it:
     megatron-sft-idx convert data/train data/train.npy --to npy --no-columns
 
-  packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the end-of-sequence id is 2:
+  packs of sequence multiple 8 for Megatron-Bridge, with stored padding; the end-of-sequence id is 2:
     megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eod-id 2 --no-columns
 
-  a dataset on disk for LLaMA-Factory (tokenized_path) or TRL, which datasets.load_from_disk reads:
+  a dataset on disk for LLaMA-Factory (tokenized_path) or TRL, which can be read with datasets.load_from_disk:
     megatron-sft-idx convert data/train data/train.hf --to save_to_disk --no-columns
 
-  a stock Megatron dataset, to train on every token, or with the masks that a second dataset holds:
+  a stock Megatron dataset, to train on every token, or with the masks from a second dataset:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
     megatron-sft-idx convert data/text_document data/some --to sft-idx --mask-path data/masks
 
-mask alignment: in a label mask, which Megatron-Bridge's collate expects, value j says whether predicting token j + 1
-counts. In a token mask, value j says whether token j itself is trained on. A rolled-right mask is a token mask that its
-writer moved one place to the right over the whole pack. Results are always label-aligned. A file that says that its
-masks are label-aligned is refused with any other alignment.
+mask alignment: in a label mask, which Megatron-Bridge's collate expects, value j is 1 if predicting token j + 1 adds to
+the loss. In a token mask, value j is 1 if token j itself is trained on. A rolled-right mask is a token mask that was
+moved one position to the right over the whole pack when it was written. Results are always label-aligned. If a file
+records that its masks are label-aligned, any other alignment is an error.
 
-memory: a conversion takes less than 256 MiB of heap for data of any size. Only .npy takes more, some 40 bytes a token,
-because it can only be unpickled whole. Where .npy is written, --no-verify avoids that.
+memory: a conversion takes less than 256 MiB of heap for data of any size. Only .npy takes more, about 40 bytes per
+token, because it can only be unpickled as a whole. When writing .npy, --no-verify avoids that.
 
-interruption: DST appears when the result is whole, and was read again and found equal. Until then, what was at DST
-before stays there. A conversion that was killed leaves the folder DST.building: give the same command again, which
-finishes what was whole, or begins again.
+interruption: DST appears when the result is complete, was read back and is equal to SRC. Until then, an existing DST is
+not changed. A killed conversion leaves the folder DST.building: run the same command again, which publishes a complete
+result, or starts from the beginning.
 
-loss: it is an error if DST has no place for something in SRC. --lossy leaves that out instead, and prints what it
-was. .pbin has no place for loss masks and packs; memmap, parquet, jsonl-chunks and save_to_disk have none for weights
-other than 0 and 1; npy, pbin, save_to_disk, and parquet padded for Megatron-Bridge have none for columns. A column that
-some of several sources lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and
+loss: it is an error if DST cannot store something in SRC. --lossy leaves that out instead, and prints what it was.
+.pbin cannot store loss masks and packs; memmap, parquet, jsonl-chunks and save_to_disk cannot store weights other than
+0 and 1; npy, pbin, save_to_disk, and parquet padded for Megatron-Bridge cannot store columns. With several sources, a
+column that some of them lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and
 jsonl-chunks do not keep the capacity.
 """
 _RAW_HELP = """\
-Write the raw index of a JSON-lines file: where each row begins and how long it is. The tools of Modalities read this
-index, and this package does. Every line is parsed once; blank lines are not rows.
+Write the raw index of a JSON-lines file: start and length of each row. The tools of Modalities and this package read
+it. Every line is parsed once; blank lines are not rows.
 
 examples:
-  write chats.idx beside chats.jsonl, as `modalities data create_raw_index` does:
+  write chats.idx next to chats.jsonl, like `modalities data create_raw_index`:
     megatron-sft-idx create-raw-index chats.jsonl
 
-  write the index elsewhere, and leave out lines that are not JSON:
+  write the index to another place, and leave out lines that are not JSON:
     megatron-sft-idx create-raw-index chats.jsonl --output index/chats.idx --drop-faulty
 
   then, in Python, row 7 and eight parts of the file for eight readers:
@@ -89,7 +89,7 @@ _MAX_NOTES = 20
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verbs ``convert`` and ``create-raw-index``."""
-    parser = add_verb(verbs, "convert", "packed data of one format to another", _HELP, _convert)
+    parser = add_verb(verbs, "convert", "convert packed data from one format to another", _HELP, _convert)
     named_as_a_keyword: dict[str, Any] = {"from": {"dest": "source_format", "choices": READABLE}}
     declare(
         parser,
@@ -97,21 +97,21 @@ def add_parser(verbs: Verbs) -> None:
         source SRC...  files, folders, prefixes or globs of one format
         destination DST  file, folder or prefix to write
         --to  format to write
-        --from  format of SRC (default: recognised by its content)
-        --mask-alignment  how the loss masks in SRC are aligned, see below (default: %(default)s)
+        --from  format of SRC (default: detected from the content)
+        --mask-alignment  alignment of the loss masks in SRC, see below (default: %(default)s)
         --mask-rule  for an SRC without masks: all trains on every token
-        --mask-path PREFIX  for a stock dataset: another stock dataset, which holds its masks
-        --repair-merge  for .pbin whose index a merge has damaged: place documents by their lengths
-        --seq-length N  most token positions a pack may hold (default: what SRC says, or its longest pack)
-        --row-group-size N  for --to parquet: packs in a row group, fewer where they are long (default: 1000)
-        --pad-seq-to-mult N  for --to parquet: fill sequences up with --eod-id, as Megatron-Bridge expects them for
+        --mask-path PREFIX  for a stock dataset: another stock dataset, which contains its masks
+        --repair-merge  for .pbin with an index that a merge has damaged: place documents by their lengths
+        --seq-length N  maximum number of token positions in a pack (default: the value in SRC, or its longest pack)
+        --row-group-size N  for --to parquet: packs per row group, fewer if they are long (default: 1000)
+        --pad-seq-to-mult N  for --to parquet: pad sequences with --eod-id, as Megatron-Bridge expects for
             pad_seq_to_mult=N, and write DST.json for its packed_metadata_path; with 1, only DST.json is added
-        --eod-id ID  the tokenizer's end-of-sequence id, which sequences are filled up with
-        --samples-per-chunk N  for --to jsonl-chunks: packs in a file (default: 100)
+        --eod-id ID  the tokenizer's end-of-sequence id, used as padding
+        --samples-per-chunk N  for --to jsonl-chunks: packs per file (default: 100)
         --no-columns  leave out all columns
-        --lossy  leave out what the format of --to has no place for, and print what it was
-        --overwrite  replace what is at DST, if it is of the format of --to
-        --no-verify  do not read the result again to compare it
+        --lossy  leave out what the format of --to cannot store, and print what it was
+        --overwrite  replace an existing DST, if it has the format of --to
+        --no-verify  do not read the result back to compare it
         """,
         source=local_path,
         destination=local_path,
@@ -125,15 +125,15 @@ def add_parser(verbs: Verbs) -> None:
     )
     add_log_interval(parser, "packs")
 
-    line = "index the rows of a JSON-lines file, to read them in any order"
+    line = "index the rows of a JSON-lines file, for reading in any order"
     parser = add_verb(verbs, "create-raw-index", line, _RAW_HELP, _create_raw_index)
     declare(
         parser,
         """
         file FILE.jsonl  a file of JSON lines that is not compressed
-        --output FILE.idx  where the index is written (default: FILE.idx beside the file)
+        --output FILE.idx  path of the index (default: FILE.idx next to the file)
         --drop-faulty  leave out lines that are not JSON, and count them
-        --overwrite  replace the raw index that is at the output's path
+        --overwrite  replace an existing raw index
         """,
         file=local_path,
     )
@@ -142,9 +142,9 @@ def add_parser(verbs: Verbs) -> None:
 
 def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.pad_seq_to_mult is not None and arguments.to != "parquet":
-        parser.error("--pad-seq-to-mult is for --to parquet")
+        parser.error("--pad-seq-to-mult needs --to parquet")
     if arguments.eod_id is not None and arguments.pad_seq_to_mult is None:
-        parser.error("--eod-id is for --pad-seq-to-mult")
+        parser.error("--eod-id needs --pad-seq-to-mult")
     padding = arguments.pad_seq_to_mult and Padding(arguments.pad_seq_to_mult, arguments.eod_id)
     options = ConvertOptions(
         source_format=arguments.source_format,
@@ -159,7 +159,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     )
     for name in options.writer:
         if arguments.to != _WRITER[name]:
-            parser.error(f"--{name.replace('_', '-')} is for --to {_WRITER[name]}")
+            parser.error(f"--{name.replace('_', '-')} needs --to {_WRITER[name]}")
     with contextlib.ExitStack() as stack:
 
         def on_pass(pass_name: str, tokens: int) -> Any:
@@ -170,7 +170,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         report = convert(arguments.source, arguments.destination, arguments.to, options, on_pass=on_pass)
     print_lines(_report_lines(report, arguments.destination, arguments.to))
     if padding is not None or (arguments.to == "npy" and report.content.num_packs):
-        print(f"wrote {summary_path(arguments.destination)}, which Megatron-Bridge takes as packed_metadata_path")
+        print(f"wrote {summary_path(arguments.destination)}, for packed_metadata_path of Megatron-Bridge")
 
 
 def _passed_options(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def _report_lines(report: ConvertReport, destination: str, to: str) -> list[str]
         f"{'found' if report.found else 'wrote'} {destination} as {to}: {content.num_packs:,} packs,"
         f" {content.num_sequences:,} sequences, {content.num_tokens:,} tokens, {trained:.1f}% trained on,"
         f" capacity {report.spec.capacity:,}",
-        "read again and compared: the same" + (" but for what was lost" if report.lost else "")
+        "read back and compared: equal" + (" except for what was lost" if report.lost else "")
         if report.verified
-        else "not read again, as --no-verify says",
+        else "not read back, because of --no-verify",
     ]
 
 
@@ -210,5 +210,5 @@ def _create_raw_index(arguments: argparse.Namespace, _parser: argparse.ArgumentP
     if report.num_blank:
         line += f", blank lines left out: {report.num_blank:,}"
     if report.num_faulty:
-        line += f", lines that are no JSON left out: {report.num_faulty:,}"
+        line += f", lines that are not JSON left out: {report.num_faulty:,}"
     print(line)

@@ -21,12 +21,12 @@ _HABITS = (
         "--row-kind",
         "json-keys json-key messages-key messages columns chat-field conversation-column dataset-text-field"
         " text-column prompt-template-keys",
-        "name the field that holds the turns with --fields messages=NAME",
+        "set the name of the field with the turns: --fields messages=NAME",
     ),
     (
         "--row-kind",
         "split-sentences keep-newlines lang",
-        "leave it out; text is tokenized as it is and never split into sentences",
+        "leave it out; text is tokenised unchanged and never split into sentences",
     ),
     (
         "--row-kind",
@@ -39,7 +39,7 @@ _HABITS = (
         " data-file train-file train-data-path train-files input-file input-files input-path jsonl i",
         "pass files, globs or folders with --input PATH...",
     ),
-    ("--max-rows", "max-samples max-train-samples num-samples max-documents", "--max-rows N takes the first N rows"),
+    ("--max-rows", "max-samples max-train-samples num-samples max-documents", "--max-rows N uses the first N rows"),
     (
         "--valid-fraction",
         "split val-size eval-ratio test-size split-dataset-ratio validation-split",
@@ -133,7 +133,7 @@ _HABITS = (
         "leave it out, or set the number of processes with --workers N",
     ),
     ("", "dataset-impl", "leave it out; there is one format, five files with the same prefix"),
-    ("", "resume resume-from-checkpoint", "give the same command again; it continues what was interrupted"),
+    ("", "resume resume-from-checkpoint", "run the same command again; it continues the interrupted run"),
     ("--lossy", "allow-loss", "--lossy leaves out what the result has no place for"),
 )
 # Options that do not exist for verbs with positional arguments, because an argument takes the value.
@@ -200,7 +200,7 @@ def option_advice(
     if spelled in known:
         return f"; did you mean {dashes}{spelled}?"
     if (arguments and spelled in _INPUTS.split()) or ("destination" in arguments and spelled in _OUTPUTS.split()):
-        return f": give it without a flag, as in {call}"
+        return f": pass it without a flag, as in {call}"
     for habit in HABITS:
         if spelled in habit.names and (not habit.needs or habit.needs.lstrip("-") in known):
             return f": {habit.advice}"

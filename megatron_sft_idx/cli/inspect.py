@@ -47,30 +47,32 @@ from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, places_at, require_apart, resolve
 
 _HELP = """\
-Show what a shard holds.
+Show the content of a shard.
 
 examples:
   show counts, lengths, the share of trained tokens, odd packs, and fingerprints:
     megatron-sft-idx inspect data/train
 
-  write the same and some packs as a page for the browser, one file that needs no network:
+  write the same, with some packs, as an HTML page, one file that needs no network:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --html train.html
 
   show one pack as text, and mark the tokens that are trained on:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --pack 17
 
-  show where a text occurs:
+  find a text:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --find 'as an AI'
 
-  list the packs with sequences of one input file:
+  list the packs that contain sequences of one input file:
     megatron-sft-idx inspect data/train --where 'source == chats.jsonl'
 
-  show what differs between two shards, down to the mask of one token:
+  show the differences between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
-Packs, sequences and tokens are counted from 0, lines of input files from 1. A larger shard takes no more memory.
+Packs, sequences and tokens are counted from 0, lines of input files from 1. Memory use does not depend on the size of
+the shard.
 
-exit code: 0 shown; --find, --row and --where: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
+exit code: 0 if shown, found (--find, --row, --where) or equal (--diff); 1 if not found, not equal, or bad data; 2 for
+wrong usage.
 """
 # Maximum number of values to print from one row of a column.
 _MAX_VALUES = 8
@@ -78,24 +80,24 @@ _MAX_VALUES = 8
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verb ``inspect``."""
-    line = "show what a shard holds: summary, packs as text, a page, a search, a comparison"
+    line = "show the content of a shard: summary, packs as text, HTML page, search, comparison"
     parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
     declare(
         parser,
         """
-        shard PREFIX  prefix of the shard, or a folder or glob with one
-        --tokenizer, --tokenizer-model PATH  folder or file of the tokenizer that made the ids, to show text; refused
-            if the shard names another tokenizer
+        shard PREFIX  prefix of the shard, or a folder or glob with one shard
+        --tokenizer, --tokenizer-model PATH  folder or file of the tokenizer that made the ids, to show text; it is an
+            error if the shard was made with another tokenizer
         """,
     )
     declare(
         parser.add_mutually_exclusive_group(),
         """
         --pack N  show pack N instead of the summary
-        --row FILE:LINE  show in which packs the sequences are that were made from this line of an input file
-        --find TEXT  show where exactly this text occurs in a sequence
-        --diff OTHER  show what differs from the shard at this prefix
-        --html FILE  write a page for the browser to this file
+        --row FILE:LINE  list the packs that contain sequences of this input line
+        --find TEXT  list all places with exactly this text
+        --diff OTHER  show the differences from the shard at this prefix
+        --html FILE  write an HTML page to this file
         """,
         pack=natural,
         html=writable,
@@ -103,12 +105,12 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser,
         """
-        --where CONDITION  list the packs that hold sequences for which this holds, such as 'score >= 0.5' or
-            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; may be repeated, then all must
-            hold; with --find or --row, show only what is in these sequences
+        --where CONDITION  list the packs with sequences that meet this condition, such as 'score >= 0.5' or
+            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; if repeated, all conditions must
+            hold; with --find or --row, search only these sequences
         --json  print one JSON document instead of text
-        --overwrite  replace the page that is at the path of --html
-        --limit N  most matches, packs or differences that are printed (default: %(default)s)
+        --overwrite  replace an existing page of --html
+        --limit N  maximum number of matches, packs or differences to print (default: %(default)s)
         """,
         where={"action": Collected, "default": ()},
         limit=20,
@@ -118,13 +120,13 @@ def add_parser(verbs: Verbs) -> None:
 
 def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.find is not None and not arguments.tokenizer:
-        parser.error("--find looks for text: say with --tokenizer what made the ids")
+        parser.error("--find needs --tokenizer PATH (the tokenizer the shard was made with)")
     if arguments.find == "":
-        parser.error("--find: an empty text is everywhere")
+        parser.error("--find: the text is empty; pass the text to search for")
     if arguments.html and arguments.json:
-        parser.error("--html writes a page: leave out --json, or ask for it without --html")
+        parser.error("--html and --json cannot be combined; leave one of them out")
     if arguments.where and (arguments.pack is not None or arguments.diff is not None or arguments.html is not None):
-        parser.error("--where goes alone, or with --find or --row")
+        parser.error("--where cannot be combined with --pack, --diff or --html")
     # ``pread``, because the pages of a map would count as memory of this process.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
@@ -155,7 +157,9 @@ def _only_prefix(path: str) -> str:
     prefixes = find_prefixes(path)
     if len(prefixes) > 1:
         names = ", ".join(prefixes[:5]) + (", ..." if len(prefixes) > 5 else "")
-        raise FormatError(f"{path}: {len(prefixes):,} shards are here, one is inspected at a time; name it: {names}")
+        raise FormatError(
+            f"{path}: {len(prefixes):,} shards found, but only one can be inspected at a time; pass one of: {names}"
+        )
     return prefixes[0]
 
 
@@ -174,11 +178,11 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     tokenizer = load_tokenizer(path, backend="tokenizers")
     fingerprint = shard.header.tokenizer
     if fingerprint is None:
-        print(f"{shard.prefix}: does not say which tokenizer made its ids; taking {path}", file=sys.stderr)
+        print(f"{shard.prefix}: does not record which tokenizer made its ids; using {path}", file=sys.stderr)
     elif fingerprint != tokenizer.fingerprint:
         raise FormatError(
-            f"{path}: a tokenizer of fingerprint {tokenizer.fingerprint}, the ids of {shard.prefix} were made by"
-            f" {shortened(fingerprint, 200)}; name that one, or leave --tokenizer out to see ids"
+            f"{path}: a tokenizer of fingerprint {tokenizer.fingerprint}, but the ids of {shard.prefix} were made with"
+            f" {shortened(fingerprint, 200)}; pass that tokenizer, or leave --tokenizer out to see ids"
         )
     return tokenizer.decode
 
@@ -208,8 +212,10 @@ def _show_selected(shard: Shard, arguments: argparse.Namespace, selected: NDArra
     lines = [f"{total:,} of {counted(len(selected), 'sequence')}, in {len(packs):,} of {counted(len(sizes), 'pack')}"]
     lines += [f"pack {one['pack']}: {one['selected']:,} of {counted(one['sequences'], 'sequence')}" for one in named]
     is_cut_off = len(packs) > len(named)
-    lines += [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
-    nothing = [f"{shard.prefix}: no sequence is selected, of {len(selected):,}: {' --where '.join(arguments.where)}"]
+    lines += [f"stopped after {len(named)} packs; raise --limit to see more"] if is_cut_off else []
+    nothing = [
+        (f"{shard.prefix}: none of {len(selected):,} sequences matches --where {' --where '.join(arguments.where)}")
+    ]
     value = {"prefix": shard.prefix, "where": [*arguments.where], "selected": total, "packs": len(packs)}
     _print_result(arguments, value | {"stopped_at_limit": is_cut_off, "matches": named}, lines if total else nothing)
     return 0 if total else 1
@@ -229,7 +235,9 @@ def _survey(shard: Shard, arguments: argparse.Namespace) -> Survey:
 def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     number = arguments.pack
     if number >= len(shard):
-        raise FormatError(f"{shard.prefix}: pack {number}, the shard has {len(shard)}, counted from 0")
+        raise FormatError(
+            f"{shard.prefix}: there is no pack {number}; the shard has {len(shard)} packs, counted from 0"
+        )
     pack, sources = shard[number], sources_of(shard, number)
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
     first, last = shard.sequence_offsets[number : number + 2].tolist()
@@ -296,7 +304,7 @@ def _find(
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
         is_cut_off = next(matches, None) is not None
-    end = [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
+    end = [f"stopped after {len(named)} matches; raise --limit to see more"] if is_cut_off else []
     searched = shard.header.num_sequences if selected is None else int(selected.sum())
     nothing = [f"{shard.prefix}: not found in any of {searched:,} sequences"]
     value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": is_cut_off, "matches": named}
@@ -310,12 +318,12 @@ def _show_row(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.
     named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
     lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
     is_cut_off = len(sequences) > len(named)
-    lines += [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
+    lines += [f"stopped after {len(named)} sequences; raise --limit to see more"] if is_cut_off else []
     value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": is_cut_off, "sequences": named}
     nothing = f"{shard.prefix}: no sequence was made from {arguments.row}"
     if selected is not None and not named and (left_out := sum(1 for _ in find_row(shard, *origin))):
         value["left_out"] = left_out
-        nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, left out by --where"
+        nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, all left out by --where"
         nothing += f" {' --where '.join(arguments.where)}"
     _print_result(arguments, value, lines or [nothing])
     return 0 if named else 1

@@ -20,20 +20,26 @@ from megatron_sft_idx.errors import SFTIndexError
 # Verbs by purpose, with the module of each. Only the module of the current verb is imported, because importing all of
 # them takes a tenth of a second.
 _VERBS = {
-    "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
-    "look": {"inspect": "inspect", "verify": "verify"},
-    "mend": {"rebuild": "verify"},
-    "move": {"convert": "convert", "merge": "move", "split": "move", "copy": "move", "create-raw-index": "convert"},
+    "prepare": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
+    "inspect": {"inspect": "inspect", "verify": "verify"},
+    "repair": {"rebuild": "verify"},
+    "convert and move": {
+        "convert": "convert",
+        "merge": "move",
+        "split": "move",
+        "copy": "move",
+        "create-raw-index": "convert",
+    },
 }
 
 _EXAMPLE = """\
 example:
-  chats to a packed shard that Megatron trains on:
+  make a packed shard, which Megatron can train on, from chats:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train
 
-megatron-sft-idx <verb> --help explains each verb, with examples.
-Each verb takes its options from a YAML file too: --config FILE.yaml, which --print-config prints.
+megatron-sft-idx <command> --help explains each command, with examples.
+Every command can also read its options from a YAML file: --config FILE.yaml. --print-config prints such a file.
 """
 
 
@@ -56,12 +62,12 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     """Return the program's parser, with the options of one verb, or of all if ``verb`` does not exist."""
     parser = Parser(
         prog=program_name(),
-        description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
+        description="Packed SFT data for Megatron: shards of five memory-mapped files, with exact loss masks.",
         epilog=_EXAMPLE,
         formatter_class=_VerbListFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True, parser_class=VerbParser)
+    verbs = parser.add_subparsers(title="commands", metavar="<command>", required=True, parser_class=VerbParser)
     modules = {name: module for group in _VERBS.values() for name, module in group.items()}
     for module in [modules[verb]] if verb in modules else dict.fromkeys(modules.values()):
         import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
@@ -80,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1  # the reader of the pipe has closed it, like head
             return _fail(message_of(error))
         except MemoryError as error:  # pyarrow's is one too
-            return _fail(f"not enough memory{f' ({error})' if str(error) else ''}; see --help for what takes less")
+            return _fail(f"not enough memory{f' ({error})' if str(error) else ''}; --help lists options that need less")
         except RecursionError:
-            return _fail("the input is nested too deeply; flatten it")
+            return _fail("the input is nested too deeply; use fewer levels")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
@@ -93,7 +99,7 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(*argv[:1])
     if wrong := [word for word in argv if "\0" in word]:
-        parser.error(f"{wrong[0][:60]!r}: a NUL byte, which no path and no option has; remove it")
+        parser.error(f"{wrong[0][:60]!r}: contains a NUL byte, which is not allowed in paths and options; remove it")
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_request:
@@ -111,7 +117,10 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
     if lost is not None and output.strict:
         raise lost
     if lost is not None and lost.errno not in (errno.EBADF, errno.EPIPE):
-        print(f"{program_name()}: {message_of(lost)}; the work itself is done", file=sys.stderr)
+        print(
+            (f"{program_name()}: {message_of(lost)}; only this output was lost, the command itself succeeded"),
+            file=sys.stderr,
+        )
     return code
 
 

@@ -19,26 +19,27 @@ from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import show_progress
 
 _MERGE_HELP = """\
-Copy the packs of many shards into one, in the order of the sources. All sources must agree in token and mask dtype,
-capacity, sequence multiple, pad id, tokenizer, chat template and columns. If one does not record such a value, it is
-taken to have that of the others, and a note says so. A source that does not match its checksums is refused.
+Copy the packs of many shards into one, in the order of the sources. All sources must have the same token and mask
+dtype, capacity, sequence multiple, pad id, tokenizer, chat template and columns. If a source does not record one of
+these values, the value of the others is assumed, and a note is printed. If a source does not match its checksums,
+nothing is written.
 
 examples:
   merge the shards of a folder, in the order of their numbers (part-9 before part-10):
     megatron-sft-idx merge data/parts --output-prefix data/train
 
-  merge shards in this order; the glob is quoted because a shell would put part-10 before part-9:
+  merge shards in this order; the glob is quoted, because a shell would sort part-10 before part-9:
     megatron-sft-idx merge data/math data/code 'data/part-*' --output-prefix data/mix
 
-  pack several tokenised corpora as one; the capacity of each is the length of its longest sequence:
+  pack several tokenised corpora together; the capacity of each is the length of its longest sequence:
     megatron-sft-idx merge 'corpus-*' --mixed-capacity --output-prefix corpus
     megatron-sft-idx pack corpus --seq-length 8192 --output-prefix data/train
 
-Do not merge shards with Megatron's merge_datasets.py: it joins tokens only, and takes X.loss.bin for another dataset.
+Do not merge shards with Megatron's merge_datasets.py: it only joins tokens, and treats X.loss.bin as another dataset.
 """
 _SPLIT_HELP = """\
-Divide a shard into several: each output has the next packs, in order. The source is checked by its checksums before
-the first output is published. Merging the outputs gives the same shard again.
+Divide a shard into several: each output contains the next packs, in order. The checksums of the source are verified
+before the first output is published. Merging the outputs gives the same shard again.
 
 examples:
   make eight shards, data/train-00000-of-00008 and so on:
@@ -47,10 +48,10 @@ examples:
   make shards of at most 2 GiB each:
     megatron-sft-idx split data/train --nbytes 2GiB --output-prefix parts/train
 
-If it is interrupted, give the same command again: it goes on with the outputs that are whole.
+If it is interrupted, run the same command again: it keeps the complete outputs and makes the missing ones.
 """
 _COPY_HELP = """\
-Copy shards between local folders and object stores, and check every byte.
+Copy shards between local folders and object stores, and verify every byte.
 
 examples:
   copy a shard to another folder:
@@ -60,70 +61,71 @@ examples:
     megatron-sft-idx copy data/train s3://bucket/sft/train
     megatron-sft-idx copy s3://bucket/sft/train data/train
 
-  copy all shards of a folder, or those that a glob names, under their own names; a remote folder ends in /:
+  copy all shards of a folder, or all that match a glob, under the same names; a remote folder ends in /:
     megatron-sft-idx copy data/parts s3://bucket/sft/
     megatron-sft-idx copy 's3://bucket/sft/part-*' data/parts/
 
-  copy to Google Cloud Storage or Azure, by a profile of multi-storage-client:
+  copy to Google Cloud Storage or Azure, through a profile of multi-storage-client:
     megatron-sft-idx copy data/train msc://profile/sft/train
 
-Every byte is checked against the checksums of the shard's header as it is copied. Columns are copied too, also those
-that were attached later. If another shard is replaced, its columns are removed with it. The .seq.idx is copied last,
-and there is no shard without it: a copy that failed or was killed leaves nothing that looks like a shard. The same
-command then continues: it does not send complete files again, and removes what a killed upload left.
+Every byte is verified with the checksums in the shard's header as it is copied. Columns are copied too, including
+columns that were attached later. If another shard is replaced, its columns are removed with it. The .seq.idx is copied
+last, and a prefix without it is not a shard: a copy that failed or was killed leaves nothing that looks like a shard.
+Run the same command again to continue: it does not send complete files again, and removes the rest of a killed upload.
 
-s3:// finds endpoint and credentials where the AWS tools do (AWS_ENDPOINT_URL, AWS_PROFILE, ...). While a remote prefix
-is being written, the object PREFIX.building names the shard, so that uploads of two shards to one prefix cannot mix. On
-s3:// the store itself refuses a second writer, and to overwrite; on msc:// this command looks before it writes.
+s3:// takes endpoint and credentials from the same places as the AWS tools (AWS_ENDPOINT_URL, AWS_PROFILE, ...). While
+a remote prefix is being written, the object PREFIX.building records the shard, so that uploads of two shards to one
+prefix cannot mix. On s3://, the store itself rejects a second writer, and overwriting; on msc://, this command checks
+first.
 
-exit code: 0 all shards are at DST, 1 something went wrong, 2 wrong usage.
+exit code: 0 if all shards are at DST, 1 if something went wrong, 2 for wrong usage.
 """
 
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verbs ``merge``, ``split`` and ``copy``."""
-    parser = add_verb(verbs, "merge", "many shards to one", _MERGE_HELP, _merge)
+    parser = add_verb(verbs, "merge", "merge many shards into one", _MERGE_HELP, _merge)
     declare(
         parser,
         """
         sources SOURCE...  prefixes, folders of shards, or globs, in the order of their packs
         --mixed-capacity  accept shards of different capacities; the merged shard has the largest
         --mixed-templates  accept shards of different chat templates
-        --lossy  leave out columns that some shards lack, have of another kind, or that are damaged
+        --lossy  leave out columns that are missing in some shards, differ in kind, or are damaged
         """,
         sources=local_path,
     )
-    _add_output_options(parser, "path that the five files share, also s3:// or msc://; --data-path takes it")
+    _add_output_options(parser, "path that the five files share, also s3:// or msc://; pass it to --data-path")
     add_staging(parser)
 
-    parser = add_verb(verbs, "split", "one shard to many", _SPLIT_HELP, _split)
+    parser = add_verb(verbs, "split", "split one shard into several", _SPLIT_HELP, _split)
     declare(parser, "source SOURCE  prefix of the shard", source=local_path)
     declare(
         parser.add_mutually_exclusive_group(required=True),
         """
-        --packs N  most packs in an output
-        --nbytes SIZE  most bytes of an output's files, such as 2GiB, without headers; a larger pack gets an output of
-            its own
-        --shards N  number of outputs, whose packs differ in number by one at most
+        --packs N  maximum number of packs per output
+        --nbytes SIZE  maximum size of an output's files without headers, such as 2GiB; a larger pack gets an output for
+            itself
+        --shards N  number of outputs; their numbers of packs differ by at most one
         """,
         nbytes=nbytes,
     )
-    _add_output_options(parser, "what the outputs' prefixes begin with: PREFIX-00000-of-00012", local_path)
+    _add_output_options(parser, "beginning of the outputs' prefixes: PREFIX-00000-of-00012", local_path)
 
-    parser = add_verb(verbs, "copy", "shards to another folder, or to and from an object store", _COPY_HELP, _copy)
+    parser = add_verb(verbs, "copy", "copy shards to another folder, or to and from an object store", _COPY_HELP, _copy)
     declare(
         parser,
         """
         source SRC...  prefixes, folders of shards, or globs, also at s3:// or msc://
-        destination DST  prefix; for several shards a folder, whose name ends in /
-        --overwrite  replace other shards that are at DST
+        destination DST  prefix; for several shards a folder, which ends in /
+        --overwrite  replace other shards at DST
         """,
     )
     add_log_interval(parser, "MiB", 1024)
 
 
 def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: Callable[[str], str] = str) -> None:
-    declared = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace shards that are there"
+    declared = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace existing shards"
     declare(parser, declared, output_prefix={"required": True, "type": accepted})
     add_log_interval(parser, "MiB")
 
@@ -163,7 +165,7 @@ def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         overwrite=arguments.overwrite,
         watch=show_progress(arguments.log_interval),
     )
-    kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""
+    kept = f", {report.num_kept:,} of them already existed" if report.num_kept else ""
     print(f"parts           {len(report.prefixes):,}{kept}")
     print(f"from            {report.prefixes[0]}")
     print(f"to              {report.prefixes[-1]}")
@@ -186,7 +188,7 @@ def _copy(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
             sent, present = sent + copied.nbytes_sent, present + copied.nbytes_found
             aborted += copied.uploads_aborted
     destination = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"
-    print(f"copied {destination}: {sent:,} bytes sent, {present:,} bytes were there already")
+    print(f"copied {destination}: {sent:,} bytes sent, {present:,} bytes already there")
     for note in notes:
         print(f"note: {note}")
     if aborted:

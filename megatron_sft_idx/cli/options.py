@@ -138,7 +138,9 @@ def nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
     if not match or match[2] not in _UNITS or not int(match[1]):
         units = ", ".join(unit for unit in _UNITS if unit)
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a number of bytes, if necessary with one of the units {units}"
+        )
     unit: int = _UNITS[match[2]]
     return int(match[1]) * unit
 
@@ -178,11 +180,11 @@ def writable(text: str) -> str:
     except FormatError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: a folder is there, expected the name of a file")
+        raise argparse.ArgumentTypeError(f"{text}: expected the path of a file, found a folder")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}")
+        raise argparse.ArgumentTypeError(f"{text}: the folder {Path(text).parent} does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: may not be written")
+        raise argparse.ArgumentTypeError(f"{text}: no permission to write in this folder")
     return text
 
 
@@ -204,9 +206,9 @@ def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True
     declare(
         group,
         """
-        --output-prefix PREFIX  path that the five files share, also s3:// or msc://; --data-path takes it
-        --output-shards N  write N shards, PREFIX-00000-of-0000N and so on; a glob or the folder then names all of them
-            (default: one shard, at PREFIX)
+        --output-prefix PREFIX  path that the five files share, also s3:// or msc://; pass it to --data-path
+        --output-shards N  write N shards, PREFIX-00000-of-0000N and so on; pass a glob or the folder to use all of
+            them (default: one shard, at PREFIX)
         """,
         output_prefix={"required": required},
         output_shards=1,
@@ -215,8 +217,8 @@ def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True
     declare(
         group,
         """
-        --overwrite  replace the shard that is at the prefix, and the file of --summary
-        --summary FILE  write counts, and the seconds that each stage took, as JSON
+        --overwrite  replace an existing shard at the prefix, and an existing file of --summary
+        --summary FILE  write counts, and the seconds of each stage, as JSON
         """,
         summary=writable,
     )
@@ -228,9 +230,9 @@ def add_staging(group: argparse._ActionsContainer) -> None:
     declare(
         group,
         """
-        --staging DIR  for s3:// and msc:// prefixes: local folder to build the shard in, with room for it (preprocess:
-            for twice its size); what is interrupted stays there, and the same command goes on
-            with it (default: ./%(default)s)
+        --staging DIR  for s3:// and msc:// prefixes: local folder to build the shard in, with enough space for it
+            (preprocess: for twice its size); interrupted work stays there, and the same command continues it
+            (default: ./%(default)s)
         """,
         staging=STAGING,
     )
@@ -239,7 +241,7 @@ def add_staging(group: argparse._ActionsContainer) -> None:
 def add_log_interval(group: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
     """Add ``--log-interval``; ``unit`` is the unit of progress, in the plural."""
     declared = (
-        f"--log-interval N  without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)"
+        f"--log-interval N  without a terminal, print progress every N {unit}; 0 prints none (default: %(default)s)"
     )
     declare(group, declared, log_interval={"type": natural, "default": default})
 
@@ -249,10 +251,11 @@ def add_read_options(group: argparse._ActionsContainer) -> None:
     declare(
         group,
         f"""
-        --read-backend {{{",".join(get_args(BackendName))}}}  mmap, also called os, maps files into memory and is the
-            default; pread and reopen make a system call for each read, where mapping is slow or refused
+        --read-backend {{{",".join(get_args(BackendName))}}}  mmap (also named os), the default, maps files into
+            memory; pread and reopen make one system call per read, for file systems where mapping is slow or not
+            allowed
         --no-mmap-bin-files  Megatron's name for --read-backend pread
-        --read-advice  order of reads that the kernel is told to expect; random switches its read-ahead off
+        --read-advice  access pattern for the kernel to expect; random disables its read-ahead
         --read-huge-pages  ask the kernel for huge pages
         """,
         no_mmap_bin_files={"dest": "mmap_bin_files", "action": "store_false"},
@@ -268,7 +271,9 @@ def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
     backend: BackendName = arguments.read_backend or ("mmap" if arguments.mmap_bin_files else "pread")
     try:
         if backend in ("mmap", "os") and not arguments.mmap_bin_files:
-            raise FormatError(f"--no-mmap-bin-files and --read-backend {backend}: leave one of them out")
+            raise FormatError(
+                f"--no-mmap-bin-files and --read-backend {backend} contradict each other; leave one of them out"
+            )
         return ReadOptions.of(
             "--read-backend", backend, advice=arguments.read_advice, huge_pages=arguments.read_huge_pages
         )

@@ -34,10 +34,10 @@ from megatron_sft_idx.lines import on_one_line, print_layout, unescaped
 # Options of the program itself, which cannot be set in a file.
 _NOT_IN_FILES = ("help", "config", "print_config")
 _CONFIG_HELP = """\
-take options from this YAML file, one a line, such as seq-length: 4096; keys are the long options without dashes. Lists
-are several values, true and false are for switches. Options on the command line win. Relative paths are relative to the
-current folder, as on the command line"""
-_PRINT_HELP = "print all options of this run as a file for --config, and do nothing else"
+read options from this YAML file, one per line, such as seq-length: 4096; keys are the long option names without the
+leading dashes. Use a list for several values, and true or false for switches. Options on the command line override the
+file. Relative paths are relative to the current folder, as on the command line"""
+_PRINT_HELP = "print all options of this run in the format of --config, and do nothing else"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         """Return the required options in one line, and where to find the rest."""
-        listed = "lists all options" if self._subparsers is None else "lists all verbs"
+        listed = "lists all options" if self._subparsers is None else "lists all commands"
         return f"usage: {self._call()}\n       {self.prog} --help {listed}\n"
 
     def error(self, message: str) -> NoReturn:
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(words, namespace)
         if rest:
             is_input = "--input" in self._option_string_actions and not self._arguments()
-            remedy = "pass input with --input" if is_input else "quote a value that has blanks"
+            remedy = "pass input with --input" if is_input else "quote a value that contains spaces"
             self.error(f"unexpected argument {brief(rest[0])}; {remedy}")
         return parsed, rest
 
@@ -143,7 +143,10 @@ class Parser(argparse.ArgumentParser):
                 name = word.partition("=")[0]
                 complaint = f"unknown option {name[:60]}{self._advice(name)}"
                 if before is not None and before.nargs != 0 and not word.startswith("--"):
-                    complaint += f"; if it is the value, write {before.option_strings[0]}={word[:60]}"
+                    complaint += (
+                        f"; if {word[:60]} is the value of {before.option_strings[0]}, write"
+                        f" {before.option_strings[0]}={word[:60]}"
+                    )
                 return complaint
             before = action
         return ""
@@ -151,7 +154,7 @@ class Parser(argparse.ArgumentParser):
     def _advice(self, name: str) -> str:
         known = [option.lstrip("-") for option in self._option_string_actions if option.startswith("--")]
         if self._subparsers is not None:
-            return option_advice(name.lstrip("-"), known) or ": options come after a verb"
+            return option_advice(name.lstrip("-"), known) or ": options must come after the command"
         arguments = self._arguments()
         call = " ".join([self.prog, *map(_placeholder, arguments)])
         return option_advice(name.lstrip("-"), known, [action.dest for action in arguments], call)
@@ -166,7 +169,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             verbs = list(action.choices)
             advice = verb_advice(value, verbs) or f", choose one of {', '.join(verbs)}"
-            raise argparse.ArgumentError(None, f"unknown verb {brief(value)}{advice}")
+            raise argparse.ArgumentError(None, f"unknown command {brief(value)}{advice}")
         option = action.dest.replace("_", "-")
         advice = value_advice(option, str(value), [str(choice) for choice in action.choices])
         raise argparse.ArgumentError(action, brief(value) + advice)
@@ -263,7 +266,7 @@ class VerbParser(Parser):
             action = self._option_of(key, path)
             if action in keys:
                 raise FormatError(
-                    f"{where}: set on line {keys[action].line} already, as {keys[action].text}; remove one"
+                    f"{where}: already set on line {keys[action].line}, as {keys[action].text}; remove one"
                 )
             keys[action] = key
             one = _taken(action, key, value, path)
@@ -272,7 +275,7 @@ class VerbParser(Parser):
             for other in taken:
                 if other.action in self._rivals(action):
                     line = keys[other.action].line
-                    raise FormatError(f"{where}: not allowed together with {keys[other.action].text} on line {line}")
+                    raise FormatError(f"{where}: cannot be combined with {keys[other.action].text} on line {line}")
             taken.append(one)
             if action.dest not in overruled:
                 self._set(one, namespace, where)
@@ -287,10 +290,10 @@ class VerbParser(Parser):
             known = [each for each in known if each.replace("-", "_") not in _NOT_IN_FILES]
             advice = option_advice(key.text, known, dashes="")
             if key.text.replace("-", "_") in [each.dest for each in self._arguments()]:
-                advice = ": it takes no flag, so give it on the command line"
+                advice = ": it is not an option, so pass it on the command line, without a flag"
             raise FormatError(f"{path}:{key.line}: unknown option {brief(key.text)}{advice}")
         if action.dest in _NOT_IN_FILES:
-            raise FormatError(f"{path}:{key.line}: {key.text}: may only be given on the command line")
+            raise FormatError(f"{path}:{key.line}: {key.text}: only allowed on the command line")
         return action
 
     def _rivals(self, action: argparse.Action) -> list[argparse.Action]:
@@ -386,11 +389,11 @@ def _taken(action: argparse.Action, key: YamlText, value: YamlValue, path: str) 
     if action.nargs != 0:
         texts = _texts_of(action, value, where, path)
         if any("\0" in text for text in texts):
-            raise FormatError(f"{where}: a NUL byte, which no path and no option has; remove it")
+            raise FormatError(f"{where}: contains a NUL byte, which is not allowed in paths and options; remove it")
         return _Taken(action, option, texts) if texts else None
     text = value.text.lower() if isinstance(value, YamlText) else ""
     if text not in ("true", "false"):
-        raise FormatError(f"{where}: {_kind(value)}, expected true or false")
+        raise FormatError(f"{where}: expected true or false, found {_kind(value)}")
     if isinstance(action, argparse.BooleanOptionalAction):
         is_negative = (text == "false") != key.text.startswith(("no-", "no_"))
         option = next(each for each in action.option_strings if each.startswith("--no-") == is_negative)
@@ -406,19 +409,19 @@ def _texts_of(action: argparse.Action, value: YamlValue, where: str, path: str) 
     """
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if isinstance(value, YamlText) and value.is_plain and not value.text:
-        raise FormatError(f'{where}: no value; leave the option out, or write "" for an empty text')
+        raise FormatError(f'{where}: no value; leave the option out, or write "" for an empty string')
     if metavar == "JSON" and not (isinstance(value, YamlText) and not value.is_plain):
         return [to_json(value, path)]
     if isinstance(value, YamlText):
         return [value.text]
     if action.nargs is None and not _may_be_repeated(action):
-        raise FormatError(f"{where}: {_kind(value)}, expected one value")
+        raise FormatError(f"{where}: expected one value, found {_kind(value)}")
     if isinstance(value, YamlList):
         texts = [_text(item, where) for item in value.items]
     elif "=" in metavar:
         texts = [f"{name.text}={_text(one, where)}" for name, one in value.entries]
     else:
-        raise FormatError(f"{where}: a mapping, expected one value or a list")
+        raise FormatError(f"{where}: expected one value or a list, found a mapping")
     if not texts and not _may_be_repeated(action):
         raise FormatError(f"{where}: {_kind(value)} without values; leave the option out")
     return texts
@@ -437,9 +440,9 @@ def _kind(value: YamlValue) -> str:
 
 def _text(value: YamlValue, where: str) -> str:
     if not isinstance(value, YamlText):
-        raise FormatError(f"{where}: {_kind(value)} inside, expected texts only")
+        raise FormatError(f"{where}: expected only strings inside, found {_kind(value)}")
     if value.is_plain and not value.text:
-        raise FormatError(f'{where}: an entry without a value; remove it, or write "" for an empty text')
+        raise FormatError(f'{where}: an entry without a value; remove it, or write "" for an empty string')
     return value.text
 
 

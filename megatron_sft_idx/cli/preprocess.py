@@ -52,23 +52,23 @@ from megatron_sft_idx.tokenize import (
 )
 
 _HELP = """\
-Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
+Tokenise chats, use the chat template to mark the tokens to train on, pack the sequences, and write a shard.
 
 examples:
-  make a packed shard of chats; the tokenizer's own chat template decides on masks:
+  make a packed shard from chats, with masks from the tokenizer's own chat template:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train
 
-  take several files, cut long chats in pieces, and keep the tokenised corpus for other capacities:
+  read several files, cut long chats into pieces, and keep the tokenised corpus for other capacities:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
-  make a shard to train on and one to validate with, without duplicates, with the rows of one file twice:
+  make a training and a validation shard without duplicates, and train on each row of one file twice:
     megatron-sft-idx preprocess --input chats.jsonl more.parquet --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
         --repeat more.parquet=2
 
-  make eight shards on a Ray cluster, started on one of its nodes:
+  make eight shards on a Ray cluster; run this on one of its nodes:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer ./tok --seq-length 8192 \\
         --output-prefix data/train --engine ray --ray-address auto --output-shards 8
 
@@ -76,22 +76,23 @@ examples:
     megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer ./tok \\
         --seq-length 4096 --output-prefix s3://bucket/sft/train
 
-  see what would be made, and write nothing:
+  show what would be made, without writing anything:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --dry-run
 
 rows: OpenAI messages, ShareGPT and NeMo conversations, turns that are pairs or strings, instruction/input/output,
-prompt/completion, tokenised input_ids with loss_mask or labels, and text (--train-on all). --fields, --turn-fields and
---roles read rows with other names. A field that other trainers read as "do not train this" is read so (train,
-weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
-Tokenised rows that are packed already (seq_lengths, cu_seqlens, position_ids that restart, ...) become their sequences.
+prompt/completion, tokenised input_ids with loss_mask or labels, and text (--train-on all). For other field names, use
+--fields, --turn-fields and --roles. If other trainers read a field as "do not train this" (train, weight, loss,
+step_loss_mask, masked, ...), it has that meaning here, or the row is rejected and the message gives the field;
+--ignore-field NAME reads rows without it. Tokenised rows that are already packed (seq_lengths, cu_seqlens, position_ids
+that restart, ...) are split into their sequences.
 
 files: .json, .jsonl, .csv, .tsv (each also .gz or .zst), .parquet, save_to_disk folders, and globs. At s3:// and
-msc://: objects, globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded
-whole.
+msc://: objects, globs, and PREFIX/ for all objects directly under it. Objects are read in ranges, and never downloaded
+as a whole.
 """
 _PACK_HELP = """\
-Pack the sequences of a shard again. No text is needed, and nothing is tokenised.
+Pack the sequences of a shard again. The text is not needed, and nothing is tokenised.
 
 examples:
   pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
@@ -105,9 +106,9 @@ examples:
         --output-prefix data/train-chats
 """
 _WHICH_ROWS = (
-    "These options are applied in this order, and the rows that each leaves out are counted. What is drawn depends"
-    " on --seed and on what a row says: copies of a row are drawn alike, so they are never on both sides of"
-    " --valid-fraction, and other rows change nothing."
+    "These options are applied in this order, and the rows left out by each are counted. The selection depends on"
+    " --seed and on the content of a row: duplicates of a row are always selected together, so they are never on both"
+    " sides of --valid-fraction, and adding other rows changes nothing."
 )
 
 
@@ -119,16 +120,16 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
     declare(
         parser.add_argument_group("packing"),
         """
-        --seq-length N  capacity: most token positions a pack may hold
-        --packing  method of packing; auto tries several and takes that with the fewest packs, sequential keeps the
-            order, none puts one sequence in a pack (default: %(default)s)
-        --packing-effort  high takes some seconds more to fill packs of few sequences better (default: %(default)s)
+        --seq-length N  capacity: maximum number of token positions in a pack
+        --packing  packing method; auto tries several and uses the one with the fewest packs, sequential keeps the
+            order, none puts one sequence into each pack (default: %(default)s)
+        --packing-effort  high takes a few more seconds, to fill packs of few sequences better (default: %(default)s)
         --overlong  what to do with sequences longer than --seq-length; lost tokens are counted (default: %(default)s)
-        --sequence-multiple M  count each sequence as its length rounded up to M, so that padding for context
-            parallelism (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)
-        --max-sequences-per-pack N  most sequences in a pack (default: no limit)
-        --drop-untrained  leave out sequences, and cuts of --overlong split, with no token to train on
-        --seed N  seed of all shuffling and sampling (default: %(default)s)
+        --sequence-multiple M  round the length of each sequence up to a multiple of M, so that padding for context
+            parallelism (2 x its size, x tensor parallel size with sequence parallelism) fits (default: %(default)s)
+        --max-sequences-per-pack N  maximum number of sequences in a pack (default: no limit)
+        --drop-untrained  leave out sequences, and pieces from --overlong split, that have no token to train on
+        --seed N  seed for all shuffling and sampling (default: %(default)s)
         """,
         _as_argument,
     )
@@ -139,11 +140,11 @@ def _add_column_options(group: argparse._ActionsContainer) -> None:
     declare(
         group,
         """
-        --where CONDITION  take only sequences for which this holds, such as 'score >= 0.5' or
-            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; may be repeated, then all must
-            hold; of a pair, both sequences must be taken
+        --where CONDITION  pack only sequences that meet this condition, such as 'score >= 0.5' or
+            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; if repeated, all conditions must
+            hold; a pair is kept only if both of its sequences meet them
         --loss-weight-column NAME  multiply the loss of each sequence, or token, by its value in this column; loss masks
-            become float32 if they hold other values than 0 and 1
+            become float32 if they contain values other than 0 and 1
         """,
         _as_argument,
         where={"action": Collected, "default": ()},
@@ -157,28 +158,29 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         f"""
         --tokenizer, --tokenizer-model PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
-        --tokenizer-backend  which library tokenises: gigatoken where its ids are known to be those of tokenizers, held
-            to these on the first texts and on samples, or tokenizers alone (default: %(default)s)
-        --tokenizer-type  of Megatron
-        --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
-            in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,
-            only what follows the prompt is trained on
-        --fields TARGET=PATH...  where rows of other names have their fields, such as messages=data.turns; a path with
-            dots leads into objects and lists; targets: {", ".join(ROW_TARGETS)}; once one of the first seven is
-            mapped, other fields of the content are not read
+        --tokenizer-backend  library that tokenises: gigatoken where it is known to give the same ids as tokenizers,
+            which is checked on the first texts and on samples; or always tokenizers (default: %(default)s)
+        --tokenizer-type  accepted because Megatron has it
+        --row-kind  kind of all rows (default: inferred from the fields); a preference row has a chosen and a rejected
+            answer, which stay in one pack and are dropped together if one is overlong; a kto row has a label, true or
+            false; in both kinds, only the part after the prompt is trained on
+        --fields TARGET=PATH...  paths of fields with other names, such as messages=data.turns; dots in a path lead into
+            objects and lists; targets: {", ".join(ROW_TARGETS)}; if one of the first seven is mapped, other fields
+            with content are not read
         --turn-fields TARGET=PATH...  the same for each turn, such as role=speaker content=text; targets:
             {", ".join(TURN_TARGETS)}
-        --roles NAME=ROLE...  what roles of other names are, such as tutor=assistant; NAME in any case; ROLE is one of
-            {", ".join(ROLES)}
-        --ignore-field NAME  read rows as if they, their messages and content parts had no such field; for a field that
-            means something else here than to the trainers that read it as "do not train this"; may be repeated
-        --system-starts  what a system message after an answer is: the start of a conversation that becomes a sequence
-            of its own, as in Megatron's --sft lines, or a turn of one conversation; with error, such a row among the
-            first 1,000 stops the run before it begins, a later one when it is met (default: %(default)s)
-        --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
+        --roles NAME=ROLE...  meaning of roles with other names, such as tutor=assistant; NAME in any case; ROLE is one
+            of {", ".join(ROLES)}
+        --ignore-field NAME  read rows, messages and content parts as if they did not have this field; for a field that
+            other trainers read as "do not train this" but that has another meaning in this data; may be repeated
+        --system-starts  how to read a system message after an answer: as the start of another conversation, which
+            becomes a separate sequence, as in Megatron's --sft lines, or as a turn of the same conversation; with
+            error, the run does not start if such a row is among the first 1,000, and stops at a later one
             (default: %(default)s)
-        --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
-        --append-eod  end every sequence with the end-of-sequence token, unless it ends with one; it is trained where
+        --mask-alignment  in tokenised rows, whether the mask marks the trained token itself, or the token before it
+            (default: %(default)s)
+        --on-bad-row  stop at a row that cannot be used, or skip it, with a count and a list (default: %(default)s)
+        --append-eod  append the end-of-sequence token to every sequence that does not end with it; it is trained if
             the sequence ends in a trained answer
         """,
         _as_argument,
@@ -192,9 +194,9 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
 def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
     """Add ``--max-bad-rows``; ``judged`` is a sentence about when a fraction is checked."""
     declared = (
-        "--max-bad-rows LIMIT  with --on-bad-row skip: stop with an error if more rows cannot be used than LIMIT, a"
-        f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit goes on"
-        " with what is tokenised (default: no limit)"
+        "--max-bad-rows LIMIT  with --on-bad-row skip: stop with an error if more than LIMIT rows cannot be used, a"
+        f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit reuses"
+        " what is tokenised (default: no limit)"
     )
     declare(group, declared)
 
@@ -206,23 +208,23 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         """
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
         --chat-template-kwargs JSON  variables for the template, as a JSON object
-        --processor FOLDER  read images and audio of rows, and expand their placeholders as this processor of
-            transformers does; its chat template is the default (pip install 'megatron-sft-idx[media]')
-        --media-root FOLDER  with --processor: where paths of images and audio begin, and what they may not leave
+        --processor FOLDER  read the images and audio of rows, and expand their placeholders like this processor of
+            transformers; its chat template is the default (pip install 'megatron-sft-idx[media]')
+        --media-root FOLDER  with --processor: folder that paths of images and audio are relative to, and must stay in
             (default: the folder of each input file)
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
-        --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
-            generation markers enclose, or everything (default: %(default)s)
+        --train-on  train on all assistant text, only on the answer to the last user message, on exactly the text inside
+            the template's generation markers, or on everything (default: %(default)s)
         --earlier-reasoning  if the template removes the reasoning of earlier turns: stop, make one sequence without it,
             or make a sequence for each turn, as the model would see it (default: %(default)s)
         --no-train-on-thinking  leave reasoning out of the loss
         --no-train-on-tool-calls  leave tool calls out of the loss
         --allow-control-tokens  let text in the data that spells a control token, such as <|im_end|>, become that token
-        --partial-markers  if {%% generation %%} markers leave out part of what the assistant says: stop, or train on
-            what they mark (default: %(default)s)
-        --straddling  whether to train on a token that begins before a trained span and ends in it, as transformers
+        --partial-markers  if {%% generation %%} markers leave out part of the assistant's text: stop, or train on the
+            marked part (default: %(default)s)
+        --straddling  whether to train on a token that begins before a trained span and ends inside it, as transformers
             does (default: %(default)s)
-        --span-by-span  tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)
+        --span-by-span  tokenise each trained span separately, so that no token crosses its edges (changes token ids)
         """,
         _as_argument,
     )
@@ -267,19 +269,24 @@ def _json_object(text: str) -> dict[str, Any]:
 def add_parser(verbs: Verbs) -> None:
     """Add the verbs ``preprocess`` and ``pack``."""
     parser = add_verb(
-        verbs, "preprocess", "chats to a packed shard", _HELP, _run, product=lambda arguments: bool(arguments.dry_run)
+        verbs,
+        "preprocess",
+        "make a packed shard from chats",
+        _HELP,
+        _run,
+        product=lambda arguments: bool(arguments.dry_run),
     )
     group = parser.add_argument_group("input")
     declared = "--input PATH...  files, globs, or save_to_disk folders, also at s3:// or msc://; - reads a pipe"
     declare(group, declared, input={"required": True})
     add_row_options(group)
-    add_bad_row_limit(group, "a share is compared at the end of the input")
+    add_bad_row_limit(group, "a share is checked at the end of the input")
     declare(
         group,
         """
-        --download  fetch what is not on this machine: from the Hugging Face hub into its cache --tokenizer OWNER/NAME,
-            --processor OWNER/NAME, --input OWNER/NAME/data/train-*.parquet, where @REVISION may follow NAME (needs
-            huggingface_hub); and with --processor the images and audio that rows have URLs of
+        --download  download what is not on this machine. From the Hugging Face hub, into its cache: --tokenizer
+            OWNER/NAME, --processor OWNER/NAME, --input OWNER/NAME/data/train-*.parquet, with an optional @REVISION
+            after NAME (needs huggingface_hub). With --processor, also images and audio from URLs in rows
         """,
     )
     add_mask_options(parser)
@@ -290,21 +297,21 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         f"""
-        --workers N  number of tokenising processes, 0 tokenises in this one; with --engine ray, most tasks at a time;
-            changes no byte of the output (default: all processors, {available_cpus()} here, or those of the cluster)
-        --engine  where to tokenise: on this machine, or on a Ray cluster whose nodes see input, tokenizer and output
-            at the same paths; changes no byte of the output (default: %(default)s)
+        --workers N  number of tokenising processes; 0 tokenises in the main process; with --engine ray, maximum number
+            of parallel tasks; the output does not depend on it (default: the number of processors,
+            {available_cpus()} here, or those of the cluster)
+        --engine  where to tokenise: on this machine, or on a Ray cluster whose nodes have input, tokenizer and output
+            at the same paths; the output does not depend on it (default: %(default)s)
         --ray-address ADDRESS  address of a running cluster, HOST:PORT or auto (default: start a cluster on this
             machine, and stop it at the end)
-        --keep-field NAME[=DTYPE]  store this field of every row, a number or a boolean, as a column with one value for
-            each sequence; a row without it, or with a value that DTYPE does not hold, is a bad row (default DTYPE:
-            float64); may be repeated
-        --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences, overlong ones too, at
-            PREFIX.unpacked; not with options of which rows
-        --source  write the column source, which says of every sequence which row of which file it was made from
-            (default: %(default)s)
+        --keep-field NAME[=DTYPE]  store this field of every row, a number or a boolean, as a column with one value per
+            sequence; a row without the field, or with a value that does not fit into DTYPE, is a bad row (default
+            DTYPE: float64); may be repeated
+        --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences including overlong ones, at
+            PREFIX.unpacked; not with options that select rows
+        --source  write the column source, which stores the input file and row of every sequence (default: %(default)s)
         --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
-            become float32 if they hold other values than 0 and 1 (default: 1)
+            become float32 if they contain values other than 0 and 1 (default: 1)
         """,
         _as_argument,
         keep_field={"dest": "keep_fields", "action": Collected, "default": ()},
@@ -313,20 +320,20 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         """
-        --dry-run  encode the first rows of every file, show what they become and what would stop a run, and write
-            nothing; needs no --output-prefix
-        --full  with --dry-run: encode all rows, and show every bad row, all lengths, and how they would be packed
+        --dry-run  tokenise the first rows of every file, show the result and every error that would stop a run, and
+            write nothing; works without --output-prefix
+        --full  with --dry-run: tokenise all rows, and show every bad row, all lengths, and the resulting packs
         """,
     )
 
     parser = add_verb(
-        verbs, "pack", "a tokenised corpus, or packs of another capacity, to a packed shard", _PACK_HELP, _pack
+        verbs, "pack", "pack a tokenised corpus, or pack a shard again for another capacity", _PACK_HELP, _pack
     )
-    declare(parser, "source SOURCE  prefix of the shard to be packed", source=local_path)
+    declare(parser, "source SOURCE  prefix of the shard to pack", source=local_path)
     declare(
         parser,
         """
-        --lossy  leave out columns that have one row for each pack
+        --lossy  leave out columns that have one row per pack
         """,
     )
     _add_column_options(parser)
@@ -338,15 +345,15 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
     declare(
         parser.add_argument_group("which rows", _WHICH_ROWS),
         """
-        --max-rows N  take the first N usable rows of the input, and read no more than needed
-        --dedup  exact leaves out rows that say what an earlier row says, even if their other fields differ; takes 50
-            bytes of memory a row (default: %(default)s)
-        --sample SHARE  take this share of the rows (default: all)
-        --valid-fraction SHARE  put this share of the conversations, each whole, into a shard of its own at
+        --max-rows N  use only the first N usable rows of the input, and read no more than necessary
+        --dedup  exact leaves out rows with the same content as an earlier row, even if other fields differ; takes 50
+            bytes of memory per row (default: %(default)s)
+        --sample SHARE  use this share of the rows (default: all)
+        --valid-fraction SHARE  put this share of the conversations, never parts of one, into a separate shard at
             PREFIX.valid (default: none)
-        --repeat FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
-            half of them again; FILE is a path as in --input, a file name, a glob or a folder (default: 1)
-        --shuffle  shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
+        --repeat FILE=W...  train on each row of a file W times: 2 is twice, 0.5 half of the rows, 1.5 all rows once
+            and half of them twice; FILE is a path as in --input, a file name, a glob or a folder (default: 1)
+        --shuffle  shuffle the rows with --seed, for --packing sequential and none; the other methods always shuffle
         """,
         _as_argument,
     )
@@ -354,7 +361,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.output_prefix is None and not arguments.dry_run:
-        parser.error("the following arguments are required: --output-prefix (only --dry-run goes without)")
+        parser.error("the following arguments are required: --output-prefix (only --dry-run works without it)")
     values, rows = preprocess_arguments(arguments) | {"output_prefix": arguments.output_prefix or ""}, arguments.input
     try:
         rows = downloaded(values, rows) if arguments.download else rows
@@ -362,7 +369,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     except FormatError as error:
         parser.error(str(error))
     if arguments.full and not arguments.dry_run:
-        parser.error("--full goes with --dry-run: a run reads all rows anyway")
+        parser.error("--full needs --dry-run, because a run without it reads all rows anyway")
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return
@@ -374,7 +381,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
     print_lines(map(as_given, lines))
     if first is not None:
-        print_layout("the first sequence, trained tokens marked:\n")
+        print_layout("the first sequence, with trained tokens marked:\n")
         bounds = [0, len(first.ids)]
         print_layout(mark_pack(first.ids, first.loss_mask, bounds, decode, media=first.media, color=in_color()))
     print_layout("\nnothing was written")

@@ -17,39 +17,40 @@ from megatron_sft_idx.storage.publish import Place, places_at, require_apart
 from megatron_sft_idx.tokenize import BadRowLimit, available_cpus, encoding_options, packing_options, reads_of
 
 _HELP = """\
-Tokenise and pack an input shard by shard, into a folder that training reads at the same time.
+Tokenise and pack an input shard by shard, into a folder that training already reads.
 
 examples:
-  make shards of about 50 million tokens each; training reads each as it appears:
+  make shards of about 50 million tokens; training reads each shard as soon as it appears:
     megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
-  take input that is still being made: the files of a folder as they appear, until a file raw/_END appears:
+  read input that is still being written: the files of a folder as they appear, until a file raw/_END appears:
     megatron-sft-idx produce --watch raw --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
-  or take what another program prints, one JSON object a line:
+  or read the output of another program, one JSON object per line:
     make-chats | megatron-sft-idx produce --input - --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
-  use little disk: make at most 20 shards ahead of training, and remove what training has completed:
+  use little disk: make at most 20 shards ahead of training, and remove shards that training has completed:
     megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B --seq-length 4096 \\
         --tokens-per-shard 50000000 --catalog data/live --max-ahead-shards 20 --keep-recent 0
 
-If the command ended early, for whatever reason, the same command continues its catalog, with the same bytes: no row is
-missing and none comes twice. Options that change no byte (--workers, --max-ahead-*, --max-bad-rows, --keep-recent,
---consumers) may differ. If the input or another option differs, the command refuses and says which; the files of a
-catalog that is complete are compared by their sizes alone. Input from a pipe must be piped again from its beginning:
-rows that are in a shard already are compared and skipped. To start anew, name another folder.
+If the command ended early for any reason, run it again: it continues the catalog, with the same bytes. No row is
+missing and none is there twice. Options that do not change the output (--workers, --max-ahead-*, --max-bad-rows,
+--keep-recent, --consumers) can have other values. If the input or another option differs, the command stops and prints
+the difference; if the catalog is complete, only the sizes of the input files are compared. Input from a pipe must be
+piped again from its beginning: rows that are already in a shard are compared and skipped. To start from the beginning,
+use another folder.
 
-A shard counts as completed when every consumer has saved a checkpoint that includes it. With --watch, write files under
-a name that begins with . or _ or ends in .tmp, .part or .partial, and rename them when they are whole. Files of other
-names are taken when a later file or _END is there, or when their size has not changed for --settle seconds.
+A shard is completed when every consumer has saved a checkpoint that includes it. With --watch, write each file under a
+name that begins with . or _ or ends in .tmp, .part or .partial, and rename it when it is complete. Files with other
+names are read as soon as a later file or _END exists, or when their size has not changed for --settle seconds.
 
-Training fixes the shape of its batches before it has seen the data. So the largest number of sequences in a pack is
-fixed too: it is --max-sequences-per-pack, or else --seq-length / 32, but at least 64.
+Training fixes the shape of its batches before it has seen the data. Therefore the maximum number of sequences in a pack
+is fixed too: --max-sequences-per-pack, by default --seq-length / 32, but at least 64.
 
-These shards have no columns, so they do not say which row a sequence was made from, and --row-kind preference and kto
-are refused. preprocess writes such columns.
+These shards have no columns, so they do not record the input row of a sequence, and --row-kind preference and kto are
+rejected. preprocess writes such columns.
 """
 
 # Options whose values are attributes of ``ProduceOptions`` with the same names.
@@ -61,42 +62,43 @@ _SAME_NAMES = (
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verb ``produce``."""
-    parser = add_verb(verbs, "produce", "chats to shards that training reads while they are being made", _HELP, _run)
+    parser = add_verb(verbs, "produce", "make shards from chats while training already reads them", _HELP, _run)
     group = parser.add_argument_group("input")
     declare(
         group.add_mutually_exclusive_group(required=True),
         """
         --input PATH...  files, globs, or save_to_disk folders; - reads JSON lines from a pipe
-        --watch FOLDER  take the files of FOLDER as they appear, in the order of their names, until a file _END appears
+        --watch FOLDER  read the files of FOLDER as they appear, in the order of their names, until a file _END appears
         """,
     )
     declare(
         group,
         """
-        --end-after SECONDS  with --watch: end when no file has appeared for so long (default: wait for _END)
-        --settle SECONDS  with --watch: take the last file when its size has not changed for so long
+        --end-after SECONDS  with --watch: stop after this long without a new file (default: wait for _END)
+        --settle SECONDS  with --watch: read the last file when its size has not changed for this long
             (default: %(default)s)
         """,
         end_after=_seconds,
         settle={"type": _seconds, "default": 5.0},
     )
     add_row_options(group)
-    add_bad_row_limit(group, "a share is compared before each shard is published, with all rows of the catalog so far")
+    add_bad_row_limit(group, "a share is checked before each shard is published, over all rows of the catalog so far")
     add_mask_options(parser)
     add_packing_options(parser)
     declare(
         parser.add_argument_group("catalog"),
         """
         --catalog FOLDER  folder that the shards are written to
-        --tokens-per-shard N  a shard ends as soon as it has N tokens, not counting what packing leaves out; each shard
-            is packed by itself, so large shards leave less padding
-        --max-ahead-shards N  wait while N published shards are not completed (default: no limit)
-        --max-ahead-gb G  wait while one more shard would bring the shards that are not completed above G times 10^9
-            bytes; beside others it counts as the largest of them at most (default: no limit)
-        --consumers N  number of trainings that read the catalog; a shard is completed when all of them have completed
-            it (default: %(default)s)
-        --keep-recent N  remove completed shards but for the N newest; 0 keeps none (default: remove nothing)
-        --ack-dir FOLDER  where consumers that may not write in the catalog acknowledge shards
+        --tokens-per-shard N  a shard ends as soon as it has N tokens, not counting tokens that packing leaves out; each
+            shard is packed separately, so large shards have less padding
+        --max-ahead-shards N  pause while N published shards are not completed (default: no limit)
+        --max-ahead-gb G  pause while the shards that are not completed, plus the next one, would exceed G gigabytes; if
+            other shards are not completed, the next one counts at most as much as the largest of them (default: no
+            limit)
+        --consumers N  number of training jobs that read the catalog; a shard is completed when all of them have
+            completed it (default: %(default)s)
+        --keep-recent N  remove completed shards except the N newest; 0 keeps none (default: remove nothing)
+        --ack-dir FOLDER  folder for the acknowledgements of consumers, if they cannot write to the catalog
             (default: _acks in the catalog)
         """,
         catalog={"required": True},
@@ -108,8 +110,8 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser.add_argument_group("running"),
         """
-        --workers N  number of tokenising processes; 0 tokenises in this one; changes no byte of the output (default:
-            %(default)s)
+        --workers N  number of tokenising processes; 0 tokenises in the main process; the output does not depend on it
+            (default: %(default)s)
         """,
         workers={"type": natural, "default": available_cpus()},
     )
@@ -129,9 +131,9 @@ def _gigabytes(text: str) -> int:
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.end_after is not None and arguments.watch is None:
-        parser.error("--end-after goes with --watch: other input has an end of its own")
+        parser.error("--end-after needs --watch, because other input ends by itself")
     if arguments.input and "-" in arguments.input and len(arguments.input) > 1:
-        parser.error("--input - takes everything from the pipe: name it alone")
+        parser.error("--input - reads all input from the pipe; remove the other inputs")
     try:
         packing = packing_options(vars(arguments))
         if packing.max_sequences_per_pack is None:

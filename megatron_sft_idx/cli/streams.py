@@ -94,7 +94,9 @@ def standard_streams() -> Iterator[Output]:
             # Reading from a closed stdin stays an error, instead of becoming an empty input.
             _to_devnull(number)
             if number == 1:
-                outputs[0].error = OSError(errno.EBADF, "closed, and what this command prints is its product", STDOUT)
+                outputs[0].error = OSError(
+                    errno.EBADF, ("is closed, but the result of this command is printed there"), STDOUT
+                )
     originals = sys.stdout, sys.stderr
     replacements = [_replacement(stream, number, outputs[number - 1]) for number, stream in enumerate(originals, 1)]
     escaped = [EscapedLines(unescaped(new or old)) for new, old in zip(replacements, originals, strict=True)]

@@ -28,57 +28,59 @@ from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance, Progress, show_progress, unwatched
 
 _VERIFY_HELP = """\
-Check shards against the rules of the format, and print everything that is wrong with them.
+Check shards against the rules of the format, and print every problem.
 
 examples:
-  after copying: check that all files are there, whole, and of one shard; takes milliseconds for files of any size:
+  after copying: check that all files are present, complete, and of the same shard; takes milliseconds for any size:
     megatron-sft-idx verify data/train
 
   before a long training: check every byte of every shard in a folder:
     megatron-sft-idx verify --full data/
 
-  for a program: print one JSON document, whatever happens; each shard has prefix, ok, findings, notes, and error: why
-  it could not be read, or null; each finding has path, offset, pack, rule, found, expected, remedy:
+  for a program: always print one JSON document. Each shard has prefix, ok, findings, notes, and error (the reason why
+  it could not be read, or null). Each finding has path, offset, pack, rule, found, expected, remedy:
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
 
-  check shards in a bucket; each object is read once, and none is stored here:
+  check shards in a bucket; each object is read once, and nothing is stored locally:
     megatron-sft-idx verify --full s3://bucket/data/
 
 Without --full, the command checks headers and their checksums, the sizes of the five files and of columns, and the ends
-of all arrays. With --full it also checks the checksums of all files, every byte of .idx against what Megatron writes,
-every pack and mask, every id against the vocabulary, and the header's counts. Rules have the numbers of FORMAT.md,
-which comes with the package. The command never changes a file.
+of all arrays. With --full it also checks the checksums of all files, every byte of .idx against the bytes that Megatron
+writes, every pack and mask, every id against the vocabulary, and the header's counts. Rule numbers are explained in
+FORMAT.md, which is part of the package. The command never changes a file.
 
-exit code: 0 all shards are good, 1 something is wrong with one, 2 wrong usage.
+exit code: 0 if all shards are good, 1 if one has a problem, 2 for wrong usage.
 """
 _REBUILD_HELP = """\
-Make lost or damaged indexes of a shard again, or a shard from the packs of a killed build.
+Rebuild lost or damaged indexes of a shard, or make a shard from the packs of a killed build.
 
 examples:
-  show what is wrong and what would be done, and write nothing:
+  show the problems and what would be done, without writing anything:
     megatron-sft-idx rebuild data/train --dry-run
 
-  a lost or damaged .idx is made again, byte for byte; a lost .seq.idx is made again from .idx and the data, and marked
-  as rebuilt; pass what only the lost file knew:
+  rebuild a lost or damaged index: .idx byte for byte, .seq.idx from .idx and the data, and marked as rebuilt; pass the
+  values that only the lost file contained:
     megatron-sft-idx rebuild data/train --seq-length 4096 --sequence-multiple 8 --pad-id 151643
 
-  both indexes are lost: where the mask is 0, and the token that every sequence ends with, tell where packs end, if they
-  allow one answer only; pass the id only if every sequence was written with it at its end:
+  both indexes are lost: the ends of packs are found from zeros in the mask and from the token that ends every sequence,
+  if only one solution is possible; pass the id only if every sequence was written with it at its end:
     megatron-sft-idx rebuild data/train --eod-id 151645
 
-  a build was killed, and cannot be run again: keep every pack that it wrote whole to data/train.building:
+  a build was killed and cannot be run again: keep every complete pack in data/train.building:
     megatron-sft-idx rebuild data/train
 
-  tokens or masks were damaged, and there is no copy: keep the shard with what is there now:
+  tokens or masks were damaged, and there is no copy: keep the shard with its current content:
     megatron-sft-idx rebuild data/train --accept-contents
 
-  indexes of every shard in a folder:
+  rebuild the indexes of every shard in a folder:
     megatron-sft-idx rebuild data/
 
-Good files are never touched. A damaged file that is replaced stays beside the new one, with .damaged added to its name.
-Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, or accept them as they are.
+Good files are never changed. A damaged file that is replaced is kept next to the new one, with .damaged added to its
+name. Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, or accept them as
+they are.
 
-exit code: 0 all shards are whole, or with --dry-run would be; 1 something is lost, or uncertain; 2 wrong usage.
+exit code: 0 if all shards are complete, or would be without --dry-run; 1 if something is lost or uncertain; 2 for wrong
+usage.
 """
 # The argument of both verbs.
 _SHARDS = "shards PREFIX...  prefixes, folders of shards, or globs"
@@ -87,17 +89,17 @@ _LINE_MIB = 10_240
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verbs ``verify`` and ``rebuild``."""
-    line = "check that shards are whole and keep every rule of the format"
+    line = "check that shards are complete and follow all rules of the format"
     declare(
         add_verb(verbs, "verify", line, _VERIFY_HELP, _verify, product=lambda arguments: True),
         f"""
         {_SHARDS}
         --full  read every byte, not only headers, sizes and the ends of arrays
         --json  print one JSON document instead of text
-        --vocab-size N  with --full: every id must be below N (default: the size that the shard says its tokenizer has)
+        --vocab-size N  with --full: every id must be below N (default: the tokenizer's size as recorded in the shard)
         """,
     )
-    line = "make a damaged or incomplete shard whole, as far as its files allow"
+    line = "repair a damaged or incomplete shard, as far as its files allow"
     parser = add_verb(
         verbs, "rebuild", line, _REBUILD_HELP, _rebuild, product=lambda arguments: bool(arguments.dry_run)
     )
@@ -105,23 +107,25 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         f"""
         {_SHARDS}
-        --overwrite  let the packs of a killed build replace the shard that is at the prefix
-        --accept-contents  where contents do not have their checksums and no copy is left: write the shard again with
-            what is there, and list the changed files in its header
+        --overwrite  replace an existing shard at the prefix with the packs of a killed build
+        --accept-contents  if contents do not match their checksums and there is no copy: write the shard again with
+            its current content, and list the changed files in its header
         --dry-run  print what would be done, and write nothing
         """,
         shards=local_path,
     )
     add_log_interval(parser, "bytes or tokens", 1 << 30)
     declare(
-        parser.add_argument_group("what the files that are left do not say"),
+        parser.add_argument_group("values that cannot be recovered from the remaining files"),
         """
-        --eod-id N  id of the token that every sequence ends with
-        --seq-length N  most token positions a pack may hold (default: those of the longest pack, marked as unknown)
-        --sequence-multiple M  what sequences were rounded up to when they were packed (default: 1, marked as unknown)
+        --eod-id N  id of the token that ends every sequence
+        --seq-length N  maximum number of token positions in a pack (default: the length of the longest pack, marked as
+            unknown)
+        --sequence-multiple M  multiple that sequence lengths were rounded up to for packing (default: 1, marked as
+            unknown)
         --pad-id N  the tokenizer's padding id (default: unknown)
-        --token-dtype  dtype of token ids (default: what .idx says, or the sizes of the files)
-        --mask-dtype  dtype of loss masks (default: what the sizes of the files say)
+        --token-dtype  dtype of token ids (default: from .idx, or from the sizes of the files)
+        --mask-dtype  dtype of loss masks (default: from the sizes of the files)
         """,
         eod_id=natural,
         seq_length={"dest": "capacity"},
@@ -133,7 +137,7 @@ def add_parser(verbs: Verbs) -> None:
 
 def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.vocab_size and not arguments.full:
-        parser.error("--vocab-size: ids are only read with --full")
+        parser.error("--vocab-size needs --full, because ids are only read with --full")
     results: list[dict[str, Any]] = []
     watch = show_progress(_LINE_MIB) if arguments.full else unwatched
     prefixes = _named_prefixes(arguments.shards)
@@ -238,13 +242,13 @@ def _totals(count: int, num_bad: int, good: str) -> str:
 def _complaint(report: Rebuilt) -> str:
     """Return why the shard is not complete, or ""."""
     if not report.opens:
-        return f"{report.prefix}: no whole shard can be made of what is left; see the lines above"
+        return f"{report.prefix}: the remaining files are not enough for a complete shard; see the lines above"
     if report.uncertain:
-        return f"{report.prefix}: data or columns have changed, and nothing tells which; see the lines above"
+        return f"{report.prefix}: data or columns have changed, and it is unknown which ones; see the lines above"
     if not report.whole:
-        rest = "the rest is whole" if report.compared else "the rest keeps every rule"
+        rest = "the rest is complete" if report.compared else "the rest follows all rules"
         return (
-            f"{report.prefix}: columns are lost, {rest}; see the lines above, or write it without them:"
+            f"{report.prefix}: columns are lost, {rest}; see the lines above, or write the shard without them:"
             f" megatron-sft-idx merge {report.prefix} --lossy --output-prefix NEW"
         )
     return ""
@@ -258,16 +262,15 @@ def _print_report(report: Rebuilt, *, is_one_of_many: bool) -> None:
         state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
         print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))
     for path in report.kept:
-        print(f"{path}: the damaged file; remove it when it is no longer of use")
+        print(f"{path}: the damaged file; remove it when you no longer need it")
     if report.note:
         print(f"{report.prefix}: {report.note}")
     if report.dry_run:
         if not is_one_of_many:
             print("nothing was written")
     elif report.changed and report.whole and report.compared:
-        print(f"{report.prefix}: a whole shard, every checksum verified")
+        print(f"{report.prefix}: a complete shard, every checksum verified")
     elif report.changed and report.whole:
         print(
-            f"{report.prefix}: a shard that keeps every rule; no checksum was left to tell whether its contents are"
-            " what was written"
+            f"{report.prefix}: follows all rules; no checksum was left to verify that its contents are what was written"
         )

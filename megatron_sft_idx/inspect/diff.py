@@ -237,7 +237,7 @@ def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
         elif text := _value_difference(left, right):
             texts[name] = text
         elif left.spec.metadata != right.spec.metadata:
-            texts[name] = "the same values, other metadata"
+            texts[name] = "same values, different metadata"
     return texts
 
 
@@ -270,7 +270,7 @@ def _media_difference(here: ShardMedia | None, there: ShardMedia | None) -> str:
     if not differing:
         return ""
     items, others = (int(media.items(first, first + 1)[0][0]) for media in (here, there))
-    packs = f"{counted(differing, 'pack')} of the same number {'differs' if differing == 1 else 'differ'}"
+    packs = f"{counted(differing, 'pack')} with the same number {'differs' if differing == 1 else 'differ'}"
     return f"{packs}, the first is pack {first}: {counted(items, 'item')} here, {others:,} there"
 
 
@@ -360,7 +360,7 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
     for name, (value, other) in islice(fields.items(), _MAX_FIELDS):
         lines.append(f"header: {shortened(name, 100)}: {_short(value)} here, {_short(other)} there")
     if len(fields) > _MAX_FIELDS:
-        lines.append(f"header: {len(fields) - _MAX_FIELDS:,} fields more")
+        lines.append(f"header: {len(fields) - _MAX_FIELDS:,} more fields")
     lines += [f"column {name}: {text}" for name, text in comparison.columns.items()]
     lines += [f"images and audio: {comparison.media}"] if comparison.media else []
     if not comparison.differing_packs and comparison.packs[0] == comparison.packs[1]:
@@ -368,8 +368,8 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
         return lines
     if "shard id" not in fields:
         lines.append(
-            "both say they hold the same bytes, and do not: one was changed after it was written; verify --full says"
-            " which"
+            "both shards have the same id, but not the same content, so one of them was changed after it was written;"
+            " verify --full shows which one"
         )
     lines += _pack_lines(comparison)
     if comparison.sequences is not None:
@@ -384,19 +384,19 @@ def _short(value: Any) -> str:
 def _pack_lines(comparison: Comparison) -> Iterator[str]:
     count, other = comparison.packs
     if shared := min(count, other):
-        of = f" of the first {shared:,}, which are compared by number," if count != other else ""
+        of = f" of the first {shared:,} (packs are compared by number)" if count != other else ""
         verb = "differs" if comparison.differing_packs == 1 else "differ"
         yield (
-            f"{counted(comparison.differing_packs, 'pack')}{of} {verb}:"
-            f" {counted(comparison.masks, 'mask value')} and {counted(comparison.tokens, 'id')} in packs of equal"
-            f" boundaries, {counted(comparison.reshaped, 'pack')} of other boundaries"
+            f"{counted(comparison.differing_packs, 'pack')}{of} {verb}: {counted(comparison.masks, 'mask value')} and"
+            f" {counted(comparison.tokens, 'id')} in packs with the same boundaries,"
+            f" {counted(comparison.reshaped, 'pack')} with different boundaries"
         )
     yield from (f"  {_difference_text(one)}" for one in comparison.first)
     named = sum(one.what in ("token", "mask") for one in comparison.first)
     if (more := comparison.tokens + comparison.masks - named) > 0:
         yield f"  ... and {counted(more, 'more id or mask value', 'more ids and mask values')}"
     if (more := comparison.reshaped - (len(comparison.first) - named)) > 0:
-        yield f"  ... and {counted(more, 'more pack')} of other boundaries"
+        yield f"  ... and {counted(more, 'more pack')} with different boundaries"
 
 
 def _difference_text(one: Difference) -> str:
@@ -415,14 +415,18 @@ def _difference_text(one: Difference) -> str:
 def _set_lines(sequences: SetDifference) -> Iterator[str]:
     of = ""
     if sequences.share < 1:
-        of = f", of a sample of {100 * sequences.share:.3g}% of them, chosen by hash, the same in both"
+        of = f", in a sample of {100 * sequences.share:.3g}% of them, chosen by hash, the same in both"
     if sequences.same:
-        yield f"both hold the same {counted(sequences.shared, 'sequence')}, packed otherwise{of}"
+        yield f"both contain the same {counted(sequences.shared, 'sequence')}, packed differently{of}"
         return
     masks = "masks or media" if sequences.with_media else "masks"
     yield (
-        f"as sequences, whatever their packs{of}: {sequences.shared:,} in both, {sequences.other_mask:,} in both with"
-        f" other {masks}, {sequences.only_here:,} only here, {sequences.only_there:,} only there"
+        f"sequences, compared independently of their packs{of}: {sequences.shared:,} in both, {sequences.other_mask:,}"
+        f" in both with different {masks}, {sequences.only_here:,} only here, {sequences.only_there:,} only there"
     )
-    yield from (f"  pack {pack}, sequence {number} here: not there like this" for pack, number in sequences.first_here)
-    yield from (f"  pack {pack}, sequence {number} there: not here like this" for pack, number in sequences.first_there)
+    yield from (
+        f"  pack {pack}, sequence {number} here: no equal sequence there" for pack, number in sequences.first_here
+    )
+    yield from (
+        f"  pack {pack}, sequence {number} there: no equal sequence here" for pack, number in sequences.first_there
+    )

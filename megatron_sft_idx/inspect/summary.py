@@ -172,8 +172,8 @@ class Survey:
     def _require_at_most(self, name: str, values: NDArray[np.int64], stated: int) -> None:
         if (largest := int(values.max())) > stated:
             raise FormatError(
-                f"{self.shard.prefix}: {name} {stated} in the header, {largest} by the data (rule H9);"
-                " megatron-sft-idx rebuild derives the header anew"
+                f"{self.shard.prefix}: {name} is {stated} in the header, but {largest} in the data (rule H9); run"
+                " megatron-sft-idx rebuild to derive the header from the data"
             )
 
     @cached_property
@@ -290,7 +290,7 @@ def losses(header: Header) -> dict[str, int]:
 def column_kind(spec: ColumnSpec) -> str:
     """``float32 x 1 a pack``."""
     labels = ", aligned with labels" if spec.alignment == "label" else ""
-    return f"{spec.dtype.name} x {spec.width} a {spec.per}{labels}"
+    return f"{spec.dtype.name} x {spec.width} per {spec.per}{labels}"
 
 
 def column_lines(shard: Shard) -> Iterator[tuple[str, str]]:
@@ -322,7 +322,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """Return the lines of the summary, for people."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(provenance(header))]
+        return [f"{prefix}: an empty shard, without packs", *_table(_facts(survey)), "", *_table(provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
@@ -330,7 +330,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
         f"{'':22}{'min':>10}{'5%':>10}{'median':>10}{'95%':>10}{'max':>10}{'mean':>12}",
         _row("sequence length", survey.sequence_lengths),
         _row("pack length", survey.pack_lengths),
-        _row("sequences a pack", survey.sequences),
+        _row("sequences per pack", survey.sequences),
         _row("trained %", survey.trained, 0.1),
         "",
         *_source_lines(survey),
@@ -363,7 +363,7 @@ def provenance(header: Header) -> Iterator[tuple[str, str]]:
     for name, value in fingerprints(header).items():
         yield f"{name} id" if name == "shard" else name, shortened(value, 200)
     if header.rebuilt:
-        yield "rebuilt", "the header was derived from the data; what only it knew is lost"
+        yield "rebuilt", "the header was derived from the data; values that only the header contained are lost"
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
@@ -386,20 +386,20 @@ def _source_lines(survey: Survey) -> Iterator[str]:
     if survey.sources is None:
         return
     files = sorted(survey.sources.table(), key=lambda file: -file.tokens)
-    about = "" if survey.sources.exact else "; rows, copies and elsewhere by a sample"
+    about = "" if survey.sources.exact else "; rows, copies and elsewhere are estimated from a sample"
     yield f"{counted(len(files), 'input file')}{about}"
     yield f"{'rows':>10}{'sequences':>11}{'tokens':>14}{'trained %':>11}{'cut':>8}{'copies':>8}{'elsewhere':>11}"
     for file in files[:_MAX_FILES_SHOWN]:
         counts = f"{file.rows:>10,}{file.sequences:>11,}{file.tokens:>14,}{100 * file.trained:>11.1f}"
         yield f"{counts}{file.cut:>8,}{file.copies:>8,}{file.elsewhere:>11,}  {shortened(file.name, 60)}"
     if len(files) > _MAX_FILES_SHOWN:
-        yield f"and {len(files) - _MAX_FILES_SHOWN:,} more, see --json"
+        yield f"and {len(files) - _MAX_FILES_SHOWN:,} more; --json lists all of them"
     yield ""
 
 
 def _odd_lines(survey: Survey) -> Iterator[str]:
     for odd in survey.odd:
-        sampled = "" if odd.exact else " among those sampled"
+        sampled = "" if odd.exact else " in the sample"
         remarks = [f"{remark.name} ({remark.note})" for remark in odd.remarks]
         if shown := [*([odd.counted + sampled] if odd.count else []), *remarks]:
             yield f"{odd.kind.lower():22}{shown[0]}"

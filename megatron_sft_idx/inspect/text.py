@@ -195,7 +195,7 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
         [[144.<|im_end|>]]
     """
     if not isinstance(pack, Mapping) or not pack.keys() >= Pack.__required_keys__:
-        raise FormatError(f"pack: {brief(pack)}, expected ds[i] of a dataset of this package")
+        raise FormatError(f"pack: expected ds[i] of a dataset of this package, found {brief(pack)}")
     if tokenizer is None:
         return MarkedPack(pack, ids_as_text)
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -203,7 +203,7 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
         tokenizer = load_tokenizer(os.fspath(tokenizer), backend="tokenizers")
     if not hasattr(tokenizer, "decode"):
-        raise FormatError(f"tokenizer: {brief(tokenizer)}, expected a path, or an object with decode")
+        raise FormatError(f"tokenizer: expected a path, or an object with a decode method, found {brief(tokenizer)}")
     return MarkedPack(pack, tokenizer.decode)
 
 

@@ -48,7 +48,7 @@ def upload(
     """
     new = _Upload(source, prefix, on_progress)
     if new.prefix == source.paths.prefix:  # its .seq.idx would be removed before its other files are read
-        raise FormatError(f"{prefix}: is both SRC and DST; choose another prefix")
+        raise FormatError(f"{prefix}: used as both SRC and DST; choose another prefix")
     if new.is_published(overwrite=overwrite):
         on_progress(source.nbytes)
         return Copied(new.prefix, 0, source.nbytes, 0, source.notes)
@@ -83,7 +83,7 @@ def remote_prefix(prefix: str) -> str:
     """Return the prefix of a shard in an object store. FormatError: it is only a bucket or a folder."""
     remote = ShardPaths.of(prefix).prefix
     if not RemotePath.of(remote).key.rpartition("/")[2]:
-        raise FormatError(f"{prefix}: a bucket or a folder, where a shard needs a name: {remote.rstrip('/')}/NAME")
+        raise FormatError(f"{prefix}: this is a bucket or folder; add a name for the shard: {remote.rstrip('/')}/NAME")
     return remote
 
 
@@ -122,8 +122,8 @@ class RemoteTarget:
             stored = index if suffix == ".seq.idx" else self.stored(suffix)
             if stored and stored[1] is None and not is_ours:
                 raise FormatError(
-                    f"{self.prefix}{suffix}: an object of {stored[0]} bytes that is of no SFT shard is here, and is"
-                    " never replaced; choose another prefix, or remove it yourself"
+                    f"{self.prefix}{suffix}: an object of {stored[0]} bytes exists here that does not belong to an SFT"
+                    " shard, and is never replaced; choose another prefix, or remove the object yourself"
                 )
 
     def _is_media(self) -> bool:
@@ -163,16 +163,16 @@ class _Upload(RemoteTarget):
                 return
             if stored is not None and not _CLAIM.fullmatch(stored):
                 raise FormatError(
-                    f"{self.prefix}{BUILDING}: an object that is no claim of an upload is here, and is never replaced;"
-                    " choose another prefix, or remove it yourself"
+                    f"{self.prefix}{BUILDING}: an object exists here that no upload of this package wrote, and is"
+                    " never replaced; choose another prefix, or remove the object yourself"
                 )
             if stored is not None and not overwrite:
                 break
             if stored is not None:
                 self.store.delete(key)
         raise FormatError(
-            f"{self.prefix}{BUILDING}: another shard is being uploaded to this prefix, or such an upload was killed;"
-            " wait for it, or pass overwrite (--overwrite) if none is at work any more"
+            f"{self.prefix}{BUILDING}: another shard is being uploaded to this prefix, or its upload was killed; wait"
+            " for it to finish, or, if no upload is running, pass overwrite (--overwrite)"
         )
 
     def _stored_claim(self) -> bytes | None:
@@ -203,7 +203,8 @@ class _Upload(RemoteTarget):
             return all(map(self._is_sent, self.suffixes[:-1]))
         if stored is not None and not overwrite:
             raise FormatError(
-                f"{self.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite (--overwrite)"
+                f"{self.prefix}.seq.idx: another shard already exists; choose another prefix, or pass overwrite"
+                " (--overwrite)"
             )
         return False
 
@@ -274,8 +275,8 @@ class _Upload(RemoteTarget):
         # Otherwise it may exist after a request whose response was lost, or from another upload of the same shard.
         elif changed or not self.is_published(overwrite=False):
             raise FormatError(
-                f"{self.prefix}{[*changed, '.seq.idx'][0]}: is not what was uploaded a moment ago; another upload"
-                " writes here: run the command again when it is done"
+                f"{self.prefix}{[*changed, '.seq.idx'][0]}: changed since this command uploaded it, so another upload"
+                " writes to the same prefix; run the command again when that has finished"
             )
         self._on_progress(nbytes)
 

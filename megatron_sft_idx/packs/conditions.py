@@ -93,7 +93,7 @@ class Condition:
             )
         condition = cls(*match.groups())
         if condition.column == _SOURCE and condition.operator not in ("==", "!="):
-            raise FormatError(f"--where {on_one_line(str(condition))}: a file is compared by == or !=")
+            raise FormatError(f"--where {on_one_line(str(condition))}: a file can only be compared with == or !=")
         return condition
 
     @property
@@ -129,7 +129,10 @@ class Condition:
         where, compare = self._where, _COMPARE[self.operator]
         if self.column == _SOURCE:
             if not is_source(spec):
-                raise FormatError(f"{where}: the column source names no files; that of preprocess does")
+                raise FormatError(
+                    f"{where}: this column source contains no file names; only a column source written by preprocess"
+                    " does"
+                )
             file = find_name(self.value, listed_names(spec), where)
             return BoundCondition(self.column, compare, np.uint32(file), of_files=True)
         text = _BOOLEANS.get(self.value, self.value)
@@ -138,7 +141,8 @@ class Condition:
         limits = np.iinfo(spec.dtype)
         if not _WHOLE.fullmatch(text) or not limits.min <= int(text) <= limits.max:
             raise FormatError(
-                f"{where}: the column is {spec.dtype}, expected a whole number from {limits.min} to {limits.max}"
+                f"{where}: the column has dtype {spec.dtype}; the value must be a whole number from {limits.min} to"
+                f" {limits.max}"
             )
         return BoundCondition(self.column, compare, spec.dtype.type(int(text)))
 
@@ -153,7 +157,7 @@ def _float_comparison(
     none.
     """
     if not _NUMBER.fullmatch(text):
-        raise FormatError(f"{where}: the column is {dtype}, expected a number")
+        raise FormatError(f"{where}: the column has dtype {dtype}; the value must be a number")
     number = number_of(text)
     try:
         with np.errstate(over="ignore", under="ignore"):
@@ -163,7 +167,7 @@ def _float_comparison(
     is_inf = text.endswith("inf")
     is_zero = not text.lower().partition("e")[0].strip("+-0.")
     if np.isinf(value) != is_inf or (value == 0) != is_zero:
-        raise FormatError(f"{where}: {dtype} has no such number, it would become {value}")
+        raise FormatError(f"{where}: the number does not fit into {dtype}, it would become {value}")
     if isinstance(number, float) or float(value) == number:
         return _COMPARE[operator], value
     if operator in ("==", "!="):

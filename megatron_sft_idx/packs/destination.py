@@ -104,7 +104,7 @@ class Destination:
         require_space(self.local, nbytes, (len(SUFFIXES) + 4) * len(shards))
         if self._remote:
             self._prepare_remote(keep=not self._overwrite and not may_be_found)
-            log_line(f"building at {self.local}, to be uploaded to {self.prefix}")
+            log_line(f"building at {self.local}, for upload to {self.prefix}")
 
     def _prepare_remote(self, *, keep: bool) -> None:
         """Check that the prefix is free by writing and removing an object; with ``keep``, reject any shard."""
@@ -121,7 +121,7 @@ class Destination:
         for target in [RemoteTarget(self._remote + suffix) for suffix in suffixes]:
             if keep and target.stored(".seq.idx"):
                 raise FormatError(
-                    f"{target.prefix}: a shard is here; choose another prefix, or pass overwrite (--overwrite)"
+                    f"{target.prefix}: a shard already exists; choose another prefix, or pass overwrite (--overwrite)"
                 )
             target.require_ours()
 
@@ -142,8 +142,8 @@ class Destination:
         except (SFTIndexError, KeyboardInterrupt, SystemExit):
             for suffix in pending:
                 log_line(
-                    f"the shard is built, and kept at {self.local + suffix}; send it when the store is up again:"
-                    f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}"
+                    f"the shard is complete and kept at {self.local + suffix}; upload it when the store is available"
+                    f" again: megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}"
                 )
             raise
 

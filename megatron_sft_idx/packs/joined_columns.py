@@ -137,12 +137,14 @@ class JoinedColumns:
                 continue
             metadata, keys = common_entries([found.spec.metadata for found in of_shards])
             if keys:
-                kept = f"not the same in all shards, so left out of its metadata: {', '.join(sorted(keys))}"
+                kept = (
+                    f"values that differ between shards, left out of the column's metadata: {', '.join(sorted(keys))}"
+                )
                 differing.append(f"column {name}: {kept}")
             files = {_FILES: self._table.files} if of_shards[0].files is not None else {}
             self.specs[name] = ColumnSpec(*of_shards[0].spec.kind, metadata | files)
             self.nbytes += sum(found.nbytes for found in of_shards)
-        self.notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._reasons.items())]
+        self.notes = [f"column {name} left out (--lossy): {why}" for name, why in sorted(self._reasons.items())]
         self.notes += differing
 
     def _find(self, paths: ShardPaths, name: str, header: Header) -> _Found:
@@ -160,18 +162,23 @@ class JoinedColumns:
         first, like = of_shards[0].prefix, of_shards[0].spec
         for prefix, columns in zip(prefixes, self._found, strict=True):
             if (found := columns.get(name)) is None:
-                return f"{prefix}: {no_column(name, columns)}; {first} has one"
+                return f"{prefix}: {no_column(name, columns)}, but {first} has one"
             if found.spec.kind != like.kind:
-                return f"{prefix}: column {name} is {kind_in_words(found.spec)}, in {first} {kind_in_words(like)}"
+                return (
+                    f"{prefix}: column {name} is {kind_in_words(found.spec)}, but in {first} it is"
+                    f" {kind_in_words(like)}"
+                )
             if (found.files is None) != (of_shards[0].files is None):
-                return f"{prefix}: column {name} does not name its files as that of {first} does, or the other"
+                return (
+                    f"{prefix}: column {name} lists input files and the one of {first} does not, or the other way round"
+                )
         return None
 
     def _leave_out(self, name: str, why: str) -> None:
         if not self._allow_loss:
             raise FormatError(
-                f"{why}; a merged shard has the columns that all have: attach it there (write_column), or pass"
-                " lossy (--lossy) to leave it out"
+                f"{why}; a merged shard can only have columns that all shards have. Add the column there"
+                " (write_column), or pass lossy (--lossy) to leave it out"
             )
         self._reasons[name] = why
 
@@ -184,7 +191,9 @@ class JoinedColumns:
         for name in self.specs:
             if _header_checksum(shard.columns.open(name).header) != found[name].header_checksum:
                 path = ShardPaths.of(shard.prefix).column(name)
-                raise FormatError(f"{path}: another column was attached here while shards were merged; start again")
+                raise FormatError(
+                    f"{path}: this column was replaced while shards were being merged; run the command again"
+                )
         changes: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {}
         if "source" in self.specs and (files := found["source"].files) is not None:
             changes["source"] = lambda rows: _renumber_files(shard, files, rows)
@@ -208,7 +217,10 @@ class JoinedColumns:
         largest = int(rows[:, 0].max(initial=0)) + self._first_pair
         if largest > _MAX_NUMBER:
             path = ShardPaths.of(shard.prefix).column("pair")
-            raise FormatError(f"{path}: pair {largest:,} of all shards, there is room for {_MAX_NUMBER:,}")
+            raise FormatError(
+                f"{path}: pair number {largest:,}, counted over all shards, exceeds the maximum of {_MAX_NUMBER:,};"
+                " merge fewer shards"
+            )
         self._next_pair = max(self._next_pair, largest + 1)
         return rows + np.array([self._first_pair, 0], np.uint32)
 
@@ -216,7 +228,7 @@ class JoinedColumns:
 def _renumber_files(shard: Shard, numbers: NDArray[np.uint32], rows: NDArray[Any]) -> NDArray[Any]:
     if (largest := int(rows[:, 0].max(initial=0))) >= len(numbers):
         path, spec = ShardPaths.of(shard.prefix).column("source"), shard.columns["source"].spec
-        detail = f"file {largest}, expected less than {len(numbers)}; restore the file"
+        detail = f"file number {largest} is not below the number of files, {len(numbers)}; restore the file from a copy"
         raise CorruptShardError(path, spec.header_nbytes, "C9", detail)
     return np.stack([numbers[rows[:, 0]], rows[:, 1]], axis=1)
 

@@ -25,14 +25,14 @@ from megatron_sft_idx.storage.publish import require_apart
 if TYPE_CHECKING:
     from megatron_sft_idx.check.rules import Finding
 
-_COPY = "copy one with ShardWriter(..., {}=...).add_shard(Shard(...)), which converts, and merge the copy"
-_TOKENIZERS = "they come from different tokenizers: preprocess one again with the tokenizer of the other"
+_COPY = "convert one of the shards with ShardWriter(..., {}=...).add_shard(Shard(...)), and merge the converted copy"
+_TOKENIZERS = "they were made with different tokenizers; preprocess one of them again with the other's tokenizer"
 _CAPACITY = (
-    "pack one again (megatron-sft-idx pack SHARD --seq-length N), or take the largest with mixed_capacity"
-    " (--mixed-capacity), as for tokenised corpora that are packed afterwards"
+    "pack one of them again (megatron-sft-idx pack SHARD --seq-length N), or use the largest capacity with"
+    " mixed_capacity (--mixed-capacity), for example for tokenised corpora that will be packed later"
 )
-_MULTIPLE = "pack one again (megatron-sft-idx pack SHARD --seq-length N --sequence-multiple M)"
-_TEMPLATES = "preprocess one again with the template of the other, or pass mixed_templates (--mixed-templates)"
+_MULTIPLE = "pack one of them again (megatron-sft-idx pack SHARD --seq-length N --sequence-multiple M)"
+_TEMPLATES = "preprocess one of them again with the other's template, or pass mixed_templates (--mixed-templates)"
 # Masks are label-aligned everywhere: a header with another alignment is rejected when it is read (rule H5).
 # Properties that all shards must have in common: the name in messages; the function that returns it, or None if a shard
 # does not record it; and how shards with different values can still be merged.
@@ -67,17 +67,17 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
             unrecorded.append(name)
             continue
         if name not in mixed:
-            require_alike(prefixes, values, name, f"a merged shard has one: {remedy}")
+            require_alike(prefixes, values, name, f"all shards of a merge must agree: {remedy}")
         first = recorded[0]
         if missing := [prefix for prefix, value in zip(prefixes, values, strict=True) if value is None]:
             others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-            notes.append(f"{missing[0]}{others}: {name} not recorded, taken to be that of {prefixes[first]}")
+            notes.append(f"{missing[0]}{others}: {name} not recorded, assumed to be the same as in {prefixes[first]}")
         if any(values[number] != values[first] for number in recorded):
-            notes.append(f"{name}: not the same in all shards, as was allowed")
+            notes.append(f"{name}: differs between the shards, as allowed by an option")
         elif name in _BLOCKS:
             blocks[_BLOCKS[name]] = headers[first].metadata[_BLOCKS[name]]
     if unrecorded:
-        notes.append(f"recorded in none of the shards, so not compared: {', '.join(unrecorded)}")
+        notes.append(f"not recorded in any shard, so not compared: {', '.join(unrecorded)}")
     # A merged shard must not be weighted by a column that some of its masks are already multiplied by.
     if weights := sorted({name for each in headers for name in weighted_by(each.metadata)}):
         blocks[WEIGHTED_BY] = weights
@@ -85,7 +85,7 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
     compared = [{key: value for key, value in each.metadata.items() if key not in aside} for each in headers]
     common, differing = common_entries(compared)
     if differing:
-        notes.append(f"not the same in all shards, so left out of the header: {', '.join(sorted(differing))}")
+        notes.append(f"values that differ between shards, left out of the header: {', '.join(sorted(differing))}")
     header = dataclasses.replace(
         headers[0],
         capacity=max(each.capacity for each in headers),
@@ -116,12 +116,13 @@ def _read_headers(prefixes: Sequence[str]) -> tuple[list[Header], list[OriginRun
         metadata = {key: value for key, value in header.metadata.items() if key != ORIGIN}
         headers.append(dataclasses.replace(header, metadata=metadata))
     if not headers:
-        raise FormatError("an empty list of shards; name at least one")
+        raise FormatError("the list of shards is empty; pass at least one")
     if len(runs) > MAX_RUNS:
         runs = shards
     if len(runs) > MAX_RUNS:
         raise FormatError(
-            f"{len(runs)} shards, a header has room for the names of {MAX_RUNS}; merge some first, then the results"
+            f"{len(runs)} shards are too many: a header can list {MAX_RUNS}; merge groups of them first, then merge"
+            " the results"
         )
     return headers, runs
 
@@ -211,7 +212,7 @@ def merge(
         merged = writer.finalize()
     notes += columns.notes
     if again := len(prefixes) - len(set(prefixes)):
-        notes.append(f"given more than once, so there more than once: {again:,} of the shards")
+        notes.append(f"{again:,} of the shards were given more than once, so their packs are repeated")
     return MergeReport(paths.prefix, merged, len(prefixes), notes, writer.found)
 
 

@@ -99,7 +99,7 @@ class PackRun:
         for name, (spec, values) in self.columns.items():
             expected = {"token": len(self.tokens), "sequence": len(self.seq_starts), "pack": len(self)}[spec.per]
             if len(values) != expected:
-                raise ValueError(f"column {name}: {len(values)} rows, expected {expected}: one a {spec.per}")
+                raise ValueError(f"column {name}: {len(values)} rows, expected {expected}: one per {spec.per}")
 
     def __len__(self) -> int:
         return len(self.pack_lengths)
@@ -247,11 +247,11 @@ def checked_run(
         ids, mask = token_array(run.tokens), mask_array(run.loss_mask)
         starts, lengths, sequences = map(integer_array, (run.seq_starts, run.pack_lengths, run.pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
+        raise FormatError(f"{path}: packs from {first_pack} on: one of the arrays {error}") from None
     token_dtype = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
     mask_dtype = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
     if len(lengths) != len(sequences):
-        raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
+        raise FormatError(f"{path}: {len(lengths)} pack lengths, but {len(sequences)} sequence counts")
     try:
         breach = _native.first_breach(
             ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, token_dtype, mask_dtype
@@ -266,8 +266,8 @@ def checked_run(
         raise SequenceError(path, first_pack + breach[0][1], breach[1])
     ids, mask = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False)
     if mask_alignment == "rolled-right" and (pack := first_true(mask[np.cumsum(lengths) - lengths] != 0)) is not None:
-        reason = "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
-        raise SequenceError(path, first_pack + pack, f"{reason} say mask alignment label or token")
+        reason = "its loss mask begins with a value above 0, which cannot happen in a mask that was rolled right;"
+        raise SequenceError(path, first_pack + pack, f"{reason} use mask alignment label or token")
     run = replace(run, tokens=ids, loss_mask=mask, seq_starts=starts, pack_lengths=lengths, pack_sequences=sequences)
     return run if breach is None and mask_alignment == "label" else label_aligned(run, mask_alignment)
 
@@ -281,7 +281,7 @@ def checked_pack(
     except ValueError as error:
         raise SequenceError(path, number, f"one of ids, mask and sequence starts {error}") from None
     if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
-        raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
+        raise SequenceError(path, number, "ids, mask and sequence starts must have one dimension each")
     require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
     return checked_run(path, number, PackRun.of_pack(ids, mask, starts), **options)
 
@@ -290,7 +290,7 @@ def require_same_length(path: str, pack: int, **lengths: int) -> None:
     """Raise SequenceError unless these arrays of a pack, whose lengths are given by name, are equally long."""
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{length} in {name}" for name, length in lengths.items())
-        raise SequenceError(path, pack, f"{found}; they have one entry a token each")
+        raise SequenceError(path, pack, f"{found}; each must have one value per token")
 
 
 def label_aligned(run: PackRun, alignment: MaskAlignment) -> PackRun:
@@ -458,9 +458,9 @@ def read_window(
     token, sequence, last = int(pack_bounds[0]), int(sequence_offsets[0]), int(sequence_offsets[-1])
     try:
         if not 0 <= sequence <= last <= files.num_sequences:
-            raise ValueError("shard 0, pack 0: sequence offsets of it or of packs behind it leave the file (rule O1)")
+            raise ValueError("shard 0, pack 0: sequence offsets of this or a later pack are outside the file (rule O1)")
         if token < 0 or pack_bounds[-1] > files.num_tokens:
-            raise ValueError("shard 0, pack 0: token offsets of it or of packs behind it leave the file (rule O2)")
+            raise ValueError("shard 0, pack 0: token offsets of this or a later pack are outside the file (rule O2)")
         pack_bounds, sequence_offsets = pack_bounds - token, sequence_offsets - sequence
         bounds = _native.absolute_offsets(sequence_offsets, pack_bounds, files.starts[sequence:last])
     except ValueError as error:
@@ -549,7 +549,7 @@ def _require_checksum(paths: ShardPaths, path: str, rule: str, found: bytes, exp
             path,
             0,
             rule,
-            f"checksum of all bytes is {found.hex()}, the header says {expected.hex()}; the file was changed or is of"
-            f" another shard: restore it, or accept what is there: megatron-sft-idx rebuild {paths.prefix}"
-            " --accept-contents. Nothing was published",
+            f"checksum of all bytes is {found.hex()}, but the header records {expected.hex()}; the file was changed,"
+            " or belongs to another shard. Restore it from a copy, or accept its current content: megatron-sft-idx"
+            f" rebuild {paths.prefix} --accept-contents. Nothing was published",
         )

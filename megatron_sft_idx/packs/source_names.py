@@ -130,8 +130,10 @@ def find_name(spelling: str, names: Sequence[str], where: str, paths: Sequence[s
     if len(found) == 1:
         return found[0]
     if found:
-        raise FormatError(f"{where}: {shown} is any of {_listed([names[n] for n in found])}; name one of them")
-    raise FormatError(f"{where}: no input file matches {shown}; there are {_listed(_nearest(shown, names))}")
+        raise FormatError(
+            f"{where}: {shown} matches several files: {_listed([names[n] for n in found])}; use one of these names"
+        )
+    raise FormatError(f"{where}: no input file matches {shown}; the input files are {_listed(_nearest(shown, names))}")
 
 
 def find_names(spelling: str, names: Sequence[str], where: str, paths: Sequence[str]) -> list[int]:
@@ -174,8 +176,8 @@ def _is_path(spelling: str, path: str) -> bool:
 def _two_meanings(text: str, what: str, where: str, name: str) -> FormatError:
     other = "" if name == text else f", {name}"
     return FormatError(
-        f"{where}: {text} is {what}, and the name of another input{other}; write the whole path of the file that you"
-        " mean, or give a data set another name"
+        f"{where}: {text} is {what}, and also the name of another input{other}; write the whole path of the file that"
+        " you mean, or give a data set another name"
     )
 
 

@@ -55,7 +55,9 @@ class SplitSize:
     def __post_init__(self) -> None:
         given = {name: value for name in ("packs", "nbytes", "shards") if (value := getattr(self, name)) is not None}
         if len(given) != 1 or any(value < 1 for value in given.values()):
-            raise FormatError(f"split by {given or 'nothing'}; give one of packs, nbytes and shards, 1 or more")
+            raise FormatError(
+                f"split by {given or 'nothing'}; set exactly one of packs, nbytes and shards, to 1 or more"
+            )
 
 
 class SplitReport(NamedTuple):
@@ -245,7 +247,10 @@ def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> l
         first_packs = _first_packs_by_nbytes(num_packs, size.nbytes or 1, before)
     edges = [*islice(first_packs, _MAX_OUTPUTS + 1), num_packs]
     if len(edges) > _MAX_OUTPUTS + 1:
-        raise FormatError(f"{shard.prefix}: more than {_MAX_OUTPUTS} parts, five files each; ask for larger ones")
+        raise FormatError(
+            f"{shard.prefix}: the split would make more than {_MAX_OUTPUTS} parts of five files each; choose larger"
+            " parts"
+        )
     checksums = tuple((name, column.header.checksum.hex()) for name, column in columns.items())
     media = shard.media is not None
     return [
@@ -272,6 +277,6 @@ def refuse_other_splits(prefix: str, count: int) -> None:
         name = re.fullmatch(r"-\d{5}-of-(\d{5})", path[len(prefix) : -len(".seq.idx")])
         if name and int(name[1]) != count:
             raise FormatError(
-                f"{path}: part of a split into {int(name[1])}, this one has {count} parts; remove the others first, or"
-                " choose another prefix"
+                f"{path}: belongs to a split into {int(name[1])} parts, but this split has {count}; remove the old"
+                " parts first, or choose another prefix"
             )

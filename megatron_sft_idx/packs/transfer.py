@@ -123,12 +123,12 @@ class CopySource:
         self._objects = _objects(self.paths) if is_remote(self.paths.prefix) else {}
         sizes = {suffix: info.nbytes for suffix, info in self._objects.items()} or _local_sizes(self.paths)
         if missing := [self.paths.prefix + suffix for suffix in SUFFIXES if suffix not in sizes]:
-            raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
+            raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore the missing files")
         self.seq_idx = b"".join(self.chunks(".seq.idx"))
         self.header = header = Header.decode(self.seq_idx, self.paths.seq_idx)
         check_size(self.paths.seq_idx, len(self.seq_idx), header.seq_idx_nbytes)
         if xxhash.xxh3_128_digest(memoryview(self.seq_idx)[header.nbytes :]) != header.arrays_checksum:
-            detail = "the arrays do not have their checksum; restore the file"
+            detail = "the checksum of the arrays does not match; restore the file from a copy"
             raise CorruptShardError(self.paths.seq_idx, header.nbytes, "F3", detail)
         digests = dict(zip(DATA_SUFFIXES, header.digests, strict=True))
         digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
@@ -166,7 +166,7 @@ class CopySource:
         try:
             return column_names(self.paths, self.header, beside)
         except StorageError as error:
-            self.notes = (f"{self.paths.prefix}: columns that were attached could not be looked for: {error}",)
+            self.notes = (f"{self.paths.prefix}: could not look for attached columns: {error}",)
             return sorted(listed_columns(self.header.metadata))
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
@@ -184,7 +184,10 @@ class CopySource:
         """Return the error about a file with wrong content (rule F3, C7 for a column, M13 for media)."""
         content = self.files[suffix]
         expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
-        detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
+        detail = (
+            f"its content does not match the header, which records {expected}; the file was changed or damaged:"
+            " restore it from a copy"
+        )
         rule = "M13" if suffix in MEDIA_SUFFIXES else "C7" if content.head else "F3"
         return CorruptShardError(self.paths.prefix + suffix, 0, rule, detail)
 
@@ -218,10 +221,12 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
     if not target.endswith("/") and (is_remote(target) or not os.path.isdir(target)):
         if len(prefixes) == 1:
             return [ShardPaths.of(target).prefix]
-        raise FormatError(f"{target}: one prefix for {len(prefixes)} shards; end it with / to name a folder")
+        raise FormatError(
+            f"{target}: a single prefix, but there are {len(prefixes)} shards; end it with / to make it a folder"
+        )
     names = Counter(os.path.basename(prefix) for prefix in prefixes)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise FormatError(f"{target}: two of the shards are called {twice[0]}; copy them to folders of their own")
+        raise FormatError(f"{target}: two of the shards have the name {twice[0]}; copy them to different folders")
     folder = target if target.endswith("/") else target + "/"
     return [folder + name for name in names]
 
@@ -313,7 +318,7 @@ def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple
 def other_shard_error(prefix: str, present: Sequence[str]) -> FormatError:
     """Return the error about files at the target prefix that do not belong to this shard."""
     return FormatError(
-        f"{prefix}: {', '.join(present)} exist already and are not of this shard; choose another prefix, or pass"
+        f"{prefix}: {', '.join(present)} already exist and do not belong to this shard; choose another prefix, or pass"
         " overwrite (--overwrite)"
     )
 
@@ -350,7 +355,9 @@ def _fetch_all(
             if paths.suffix(path) not in suffixes:
                 new.drop(path)
         if any(_stamp(path) != stamp for path, stamp in kept.items()):
-            raise FormatError(f"{paths.prefix}: another command wrote here meanwhile; run this one again")
+            raise FormatError(
+                f"{paths.prefix}: another command wrote to this prefix at the same time; run this command again"
+            )
         # The remains of an earlier attempt may be damaged; then the file is copied from its beginning.
         attempts = (True, False) if new.is_resumed else (False,)
         for suffix in suffixes:

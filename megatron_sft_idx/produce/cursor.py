@@ -52,8 +52,8 @@ def find_start(
     state = catalog.producer()
     if state is None and ((present := catalog.present()) or catalog.end() is not None):
         raise FormatError(
-            f"{catalog.folder}: {len(present)} shards are here, and no _producer.json that says how they were made;"
-            " name another folder"
+            f"{catalog.folder}: contains {len(present)} shards, but no _producer.json, which records how they were"
+            " made; choose another folder"
         )
     if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
         beat = 0 if state is None else state.beat
@@ -79,8 +79,8 @@ def _require_same_options(catalog: Catalog, state: ProducerState, limits: Limits
         differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
     if differs:
         raise FormatError(
-            f"{catalog.folder}: this catalog was begun with other options: {'; '.join(differs)}; give the same ones to"
-            " go on with it, or name another folder"
+            f"{catalog.folder}: this catalog was started with other options: {'; '.join(differs)}; use the old values"
+            " to continue it, or choose another folder"
         )
 
 
@@ -89,12 +89,12 @@ def _cursor_behind(paths: ShardPaths) -> Cursor:
     metadata = read_header(paths).metadata
     if "recovered" in metadata:
         raise FormatError(
-            f"{paths.seq_idx}: recovered from an interrupted build, so it may lack packs of rows that it counts;"
-            f" remove the files {paths.prefix}.*, and they are made anew"
+            f"{paths.seq_idx}: recovered from an interrupted build, so packs may be missing; remove the files"
+            f" {paths.prefix}.*, and run the command again to make them again"
         )
     content = metadata.get(CURSOR)
     if not isinstance(content, dict):
         raise FormatError(
-            f"{paths.seq_idx}: not a shard that this producer made, its header has no cursor; name another folder"
+            f"{paths.seq_idx}: was not made by this producer, because its header has no cursor; choose another folder"
         )
     return Cursor.parse(paths.seq_idx, content, f"{CURSOR}.")

@@ -91,11 +91,11 @@ def feed(files: Files, start: Position, name: str) -> Iterator[tuple[PieceOrigin
             raise _other_input(name, path)
         number, before = number + 1, fingerprint
     if number <= start.file and start.pieces:
-        raise FormatError(f"{name}: the input has no file {start.file + 1} any more; restore it")
+        raise FormatError(f"{name}: file {start.file + 1} of the input no longer exists; restore it")
 
 
 def _other_input(name: str, path: str) -> FormatError:
     return FormatError(
-        f"{name}: {path} is not what the shards so far were made from; give the same input again, from its beginning,"
-        " or name another catalog"
+        f"{name}: {path} differs from the input that the existing shards were made from; pass the same input from its"
+        " beginning, or choose another catalog"
     )

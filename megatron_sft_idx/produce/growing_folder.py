@@ -61,7 +61,9 @@ class GrowingFolder:
     ) -> None:
         require_local(folder, "watching a folder", "name a local one, and copy what appears in the bucket to it")
         if (status := status_of(folder)) is None or not stat.S_ISDIR(status.st_mode):
-            raise FormatError(f"{folder}: no such folder to watch; make it, or name the one where input appears")
+            raise FormatError(
+                f"{folder}: the folder to watch does not exist; create it, or pass the folder where input appears"
+            )
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
         self._end_after, self._log, self._clock = end_after, log, clock
         self._names = {file.name for file in taken.files}
@@ -133,7 +135,7 @@ class GrowingFolder:
         # It may have been renamed or removed after it was listed.
         if status is None or not self._last.is_whole(name, status):
             return NOT_YET
-        self._log(f"{path}: taken, its size has not changed for {self._last.seconds():.0f} s")
+        self._log(f"{path}: taken as complete, because its size has not changed for {self._last.seconds():.0f} s")
         self._settled = TakenFile(name, status.st_size)
         return self._settled
 
@@ -159,10 +161,10 @@ class GrowingFolder:
         path = os.path.join(self._folder, file.name)
         nbytes = None if (status := status_of(path)) is None else status.st_size
         if nbytes != file.num_bytes:
-            shown = "is not there any more" if nbytes is None else f"has {nbytes:,} bytes"
+            shown = "no longer exists" if nbytes is None else f"now has {nbytes:,} bytes"
             raise FormatError(
-                f"{path}: had {file.num_bytes:,} bytes when it was taken, and {shown}; restore it and start again."
-                f" Write input under a name that begins with '.' or '_' and rename it when it is whole, or raise"
-                f" --settle"
+                f"{path}: had {file.num_bytes:,} bytes when it was read, and {shown}; restore it and start again."
+                " Write each input file under a name that begins with '.' or '_' and rename it when it is complete,"
+                " or raise --settle"
             )
         return path

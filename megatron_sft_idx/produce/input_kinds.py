@@ -40,7 +40,7 @@ def open_input(
     if options.watch is None:
         return fixed_files(files, nbytes, taken, first)
     if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
-        raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
+        raise FormatError(f"{options.catalog}: used for both input and shards; choose another folder for the catalog")
     settle, end_after = options.settle, options.end_after
     return GrowingFolder(options.watch, nbytes, taken, settle=settle, end_after=end_after, log=log).files(first)
 
@@ -59,8 +59,8 @@ def fixed_files(files: Sequence[InputFile], piece_nbytes: int, taken: TakenFiles
         if before is not None and (now is None or before.num_bytes != now.num_bytes):
             shown = f"{now.name} of {now.num_bytes:,} bytes" if now else "none"
             raise FormatError(
-                f"{taken.path}: this catalog is made from other input: file {number} was {before.name} of"
-                f" {before.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
+                f"{taken.path}: this catalog was made from different input: file {number} was {before.name} of"
+                f" {before.num_bytes:,} bytes, is {shown}; pass the same files, or choose another catalog"
             )
     if missing := present[len(taken.files) :]:
         taken.add(*missing)

@@ -155,8 +155,8 @@ class Backpressure:
         limit = self._limits.max_ahead_nbytes
         if limit is not None and nbytes > limit:
             raise FormatError(
-                f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, and no more than {limit / 1e9:g} GB may"
-                " be ahead of training: raise --max-ahead-gb, or lower --tokens-per-shard"
+                f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, which exceeds the {limit / 1e9:g} GB"
+                " that may be ahead of training; raise --max-ahead-gb, or lower --tokens-per-shard"
             )
         ahead: list[int] = []
 
@@ -203,10 +203,13 @@ class Backpressure:
     def _why(self, ahead: list[int]) -> str:
         acks, consumers = read_acks(self._acks), self._limits.consumers
         if len(acks) < consumers:
-            whose = f"{len(acks)} of {consumers} consumers have acknowledged anything in {self._acks}"
+            whose = f"only {len(acks)} of {consumers} consumers have acknowledged any shard in {self._acks}"
         else:
             behind = [name for name, of_one in acks.items() if not completed({name: of_one}, 1, ahead[:1])]
-            whose = f"in {self._acks} it is not by {', '.join(behind)}; remove the folder of one that reads no more"
+            whose = (
+                f"in {self._acks}, it is not yet completed by {', '.join(behind)}; if a consumer no longer reads,"
+                " remove its folder there"
+            )
         return (
             f"{len(ahead)} shards are ahead of training, the first is {ahead[0]}; a shard is completed when a"
             f" checkpoint that includes it is saved; {whose}"

@@ -70,9 +70,11 @@ class ProduceOptions:
             if path is not None:
                 require_local(path, role)
         if (acks := self.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
-            raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
+            raise FormatError(f"{acks}: expected a folder, found {describe(acks)}; choose another path")
         if self.packing.max_sequences_per_pack is None:
-            raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
+            raise FormatError(
+                "max_sequences_per_pack must be set, because it determines the shape of all batches of a live catalog"
+            )
         for name, value, minimum in (
             ("max_ahead_shards", self.max_ahead_shards, 1),
             ("max_ahead_nbytes", self.max_ahead_nbytes, 1),
@@ -80,11 +82,11 @@ class ProduceOptions:
             ("keep_recent", self.keep_recent, 0),
         ):
             if value is not None and value < minimum:
-                raise FormatError(f"{name} {value}, expected {minimum} or more, as a catalog could not be read again")
+                raise FormatError(f"{name} {value}: expected {minimum} or more")
         if self.tokens_per_shard < self.packing.capacity:
             raise FormatError(
-                f"--tokens-per-shard {self.tokens_per_shard} is below --seq-length {self.packing.capacity}: a shard"
-                " would be less than a pack; raise it, a thousand packs are a good shard"
+                f"--tokens-per-shard {self.tokens_per_shard} is below --seq-length {self.packing.capacity}, so a shard"
+                " would not fill one pack; raise it, for example to 1000 x --seq-length"
             )
 
     @property

@@ -83,10 +83,13 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     """
     begin = time.monotonic()
     if (kind := options.encoding.rows.kind) in ("preference", "kto"):
-        raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
+        raise FormatError(
+            f"--row-kind {kind} needs columns, which the shards of a catalog do not have; use preprocess instead"
+        )
     if options.packing.where or options.packing.loss_weight_column is not None or options.encoding.keep_fields:
         raise FormatError(
-            "where, loss_weight_column, keep_fields: the shards of a catalog have no columns; leave them out"
+            "where, loss_weight_column and keep_fields need columns, which the shards of a catalog do not have; leave"
+            " them out"
         )
     catalog = Catalog(options.catalog)
     encoder = RowEncoder(replace(options.encoding, source=False))
@@ -101,13 +104,13 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         keeper = StateKeeper(catalog, state)
         backpressure = Backpressure(catalog, keeper, options.ack_dir, log)
         if is_complete := catalog.end() is not None:
-            log(f"{catalog.folder}: complete already, with the same input and options")
+            log(f"{catalog.folder}: already complete, with the same input and options")
             keeper.state = replace(state, **ENDED)
             backpressure.finish_removals()
             backpressure.free_completed()
         else:
             if state.published:
-                log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
+                log(f"{catalog.folder}: continuing after {state.published:,} shards, {cursor.rows:,} rows")
             pace = _Pace(files, files[cursor.position.file :])
             cursor = _Production(options, catalog, work, encoder, keeper, backpressure, pace, log).run(source, cursor)
     shards, new = keeper.state.published, keeper.state.published - state.published
@@ -131,12 +134,12 @@ def _held(catalog: Catalog) -> Iterator[Building]:
     """
     folder = resolve(catalog.folder, folder=True)
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
+        raise FormatError(f"{catalog.folder}: expected a folder, found {describe(folder)}; choose another path")
     is_new = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
         require_space(folder, 0, len(SUFFIXES) + 4)  # for a shard, and a part
-        busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
+        busy = f"{catalog.folder}: another producer is writing here; wait for it, or choose another folder"
         work = Building.take(os.path.join(catalog.folder, _WORK), durable=False, busy=busy)
         try:
             work.clear()
@@ -258,9 +261,9 @@ class _Production:
             raise SequenceError(
                 origin.path,
                 origin.first,
-                f"among the {part.info.rows} rows from this one on, {is_too_long.sum()} are longer than"
-                f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
-                " or split, or a larger --seq-length",
+                f"{is_too_long.sum()} of the {part.info.rows} rows that begin here are longer than"
+                f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop,"
+                " truncate or split, or a larger --seq-length",
             )
 
     def _publish(self, parts: PartsSoFar, before: Cursor, cursor: Cursor) -> None:

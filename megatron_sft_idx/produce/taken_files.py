@@ -41,15 +41,19 @@ class TakenFiles:
         self._file: OutputFile | None = None
         self._exists = os.path.lexists(path)  # if a file appears at this path later, it is unrelated
         if self._exists and describe(path) != "a file":
-            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
+            raise FormatError(f"{path}: expected a file or nothing, found {describe(path)}; move it away")
         content = read_beginning(path, _MAX_NBYTES + 1) if self._exists else b""
         if len(content) > _MAX_NBYTES:
-            raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
+            raise FormatError(
+                f"{path}: larger than {_MAX_NBYTES} bytes, so no producer wrote this file; use another catalog folder"
+            )
         # An incomplete last line was being written when the producer was killed; its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
         torn = content[self._nbytes :]
         if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
-            raise FormatError(f"{path}: a file that no producer wrote is here; move it away, or name another folder")
+            raise FormatError(
+                f"{path}: this file was not written by a producer; move it away, or choose another folder"
+            )
         self.files: list[TakenFile] = []
         for line in content[: self._nbytes].splitlines():
             try:
@@ -59,7 +63,7 @@ class TakenFiles:
             except (ValueError, TypeError, RecursionError):
                 raise FormatError(
                     f"{path}: line {len(self.files) + 1} is {line[:60]!r}, expected a name and a number of bytes; the"
-                    " file is damaged: make another catalog"
+                    " file is damaged: use another catalog folder"
                 ) from None
             self.files.append(file)
 

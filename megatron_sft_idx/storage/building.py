@@ -131,7 +131,7 @@ class Building:
                     os.mkdir(folder)
                     is_made = True
             require_ours(output)
-            busy = busy or f"{output}: another writer is at work here now; wait for it, or choose another name"
+            busy = busy or f"{output}: another process is writing this output; wait for it, or choose another name"
             try:
                 lock = lock_file(os.path.join(folder, LOCK), (), create=not shared, shared=shared, busy=busy)
             except FileNotFoundError:
@@ -230,7 +230,7 @@ class Building:
             path = self.path(name)
             if keep and os.path.lexists(path):
                 if os.lstat(path).st_nlink > 1:
-                    raise FormatError(f"{path}: this file has another name too (a hard link); remove one of the two")
+                    raise FormatError(f"{path}: this file has a second name (a hard link); remove one of the two")
                 self._files[name] = OutputFile(path, durable=self.durable, append=True)
             else:
                 self.remove(name)
@@ -261,7 +261,9 @@ class Building:
         is_open = {name: file for name, file in self._files.items() if file.fileno() >= 0}
         for file in is_open.values():
             if inode_at(file.path) != os.fstat(file.fileno()).st_ino:
-                raise FormatError(f"{file.path}: was removed or replaced while it was written; run the command again")
+                raise FormatError(
+                    f"{file.path}: was removed or replaced while it was being written; run the command again"
+                )
         for name in files:
             if name in is_open:
                 is_open[name].sync()
@@ -311,7 +313,7 @@ class Building:
             if not os.path.isdir(self.folder):
                 raise
             said = error.strerror or str(error)
-            remedy = f"the rest is whole in {self.folder}: run the same command again, which finishes it"
+            remedy = f"the rest is complete in {self.folder}: run the same command again to finish it"
             raise OSError(error.errno, said if remedy in said else f"{said}; {remedy}", error.filename) from error
         finally:
             self.close()
@@ -329,8 +331,8 @@ class Building:
                 each.discard()  # the rest of a finished folder
             else:
                 raise FormatError(
-                    f"{each.folder}: another command began here before this output got its name; finish that, then"
-                    f" remove {self.folder} and run the command again"
+                    f"{each.folder}: another command began to write here before this output was renamed; finish that"
+                    f" command, then remove {self.folder} and run this command again"
                 )
 
     def _check(self) -> tuple[list[str], list[str]]:
@@ -348,8 +350,9 @@ class Building:
                 continue
             if there not in (None, old):
                 raise FormatError(
-                    f"{self.target(name)}: something else has appeared here since the work began, and was left alone;"
-                    f" move it away, then run the same command again: all is whole in {self.folder}"
+                    f"{self.target(name)}: something else was written here after this command began, and was not"
+                    " replaced; move it away, then run the same command again: the output is complete in"
+                    f" {self.folder}"
                 )
             pending.append(name)
         removed = [name for name in done.replaces if name not in done.files]
@@ -463,8 +466,8 @@ class Building:
         """Raise FormatError in a forked process: it shares file positions with the process that opened the files."""
         if os.getpid() != self._process:
             raise FormatError(
-                f"{self.output}: this writer belongs to process {self._process} and this is a fork of it; let every"
-                " process write an output of its own"
+                f"{self.output}: this writer belongs to process {self._process}, and cannot be used in a forked"
+                " process; open a separate writer, for another output, in each process"
             )
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -518,12 +521,12 @@ def require_removable(building: Building) -> None:
     """Raise FormatError if the folder has work that repeating a command would not restore, or not soon."""
     if holds_packs_of_program(building):
         raise FormatError(
-            f"{building.folder}: left by a build that was interrupted; recover its packs: megatron-sft-idx rebuild"
-            f" {building.output}, or pass overwrite (--overwrite) to start anew (they are dropped)"
+            f"{building.folder}: left by an interrupted build. Recover its packs with megatron-sft-idx rebuild"
+            f" {building.output}, or pass overwrite (--overwrite) to start from the beginning, which discards them"
         )
     if building.num_parts():
         raise FormatError(
-            f"{building.folder}: holds parts of an interrupted preprocess; run that command again to go on with them,"
+            f"{building.folder}: contains parts of an interrupted preprocess run; run that command again to continue,"
             " or remove this folder"
         )
 
@@ -543,8 +546,8 @@ def require_replaceable(path: str) -> None:
     folder, user = os.stat(os.path.dirname(path) or "."), os.geteuid()
     if folder.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, folder.st_uid):
         raise FormatError(
-            f"{path}: belongs to another user, and in this folder (sticky) only that user may replace it; choose"
-            " another name"
+            f"{path}: belongs to another user, and only that user can replace files in this folder (sticky bit);"
+            " choose another name"
         )
 
 

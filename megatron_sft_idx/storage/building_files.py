@@ -94,8 +94,8 @@ def require_no_lost_files(output: str) -> None:
     """Raise FormatError if there are ``lost_files``."""
     for path in lost_files(output):
         raise FormatError(
-            f"{path}: was removed before it got its name; run the command that wrote it again, with overwrite"
-            " (--overwrite)"
+            f"{path}: this file was removed before it was moved to its final path; run the command that wrote it"
+            " again, with overwrite (--overwrite)"
         )
 
 
@@ -133,7 +133,8 @@ def require_short(output: str) -> None:
     """Raise FormatError if the name of the folder of an output would be too long."""
     if len(os.fsencode(os.path.basename(output) + BUILDING)) > MAX_NAME_NBYTES:
         raise FormatError(
-            f"{output}: with {BUILDING}, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
+            f"{output}: with the suffix {BUILDING}, longer than {MAX_NAME_NBYTES} bytes, the maximum for one name;"
+            " choose a shorter one"
         )
 
 
@@ -147,7 +148,7 @@ def require_ours(output: str) -> None:
         if os.path.islink(folder) or not os.path.isdir(folder):
             if os.path.lexists(folder):
                 raise FormatError(
-                    f"{folder}: {describe(folder)} is here, where the folder of unfinished work would be; move it away"
+                    f"{folder}: {describe(folder)} exists at the path of the folder for unfinished work; move it away"
                 )
             return
         # Checked twice: without the lock, a writer may begin in between.
@@ -157,8 +158,8 @@ def require_ours(output: str) -> None:
                 raise _damaged(os.path.join(folder, name))
             what = "it" if is_begun else "the folder"  # nothing shows then that anything in it is ours
             raise FormatError(
-                f"{folder}: holds {name}, which no build makes; the folder is for unfinished work and is removed after"
-                f" it: move {what} away"
+                f"{folder}: contains {name}, which is not part of a build. This folder is for unfinished work, and is"
+                f" removed at the end: move {what} away"
             )
         read_json(os.path.join(folder, BUILD))
         if os.path.lexists(os.path.join(folder, DONE)):
@@ -231,6 +232,6 @@ def _damaged(path: str) -> FormatError:
     """Return the error about a damaged ``build.json`` or ``done.json``."""
     folder = os.path.dirname(path)
     return FormatError(
-        f"{path}: damaged, so it does not say any more what is unfinished; remove the folder {folder}, and what is at"
-        f" {folder.removesuffix(BUILDING)} unless it is whole; then run the command again"
+        f"{path}: damaged, so the state of the unfinished work is unknown; remove the folder {folder} and the output"
+        f" {folder.removesuffix(BUILDING)}, unless that is complete; then run the command again"
     )

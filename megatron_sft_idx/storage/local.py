@@ -56,13 +56,13 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
         return True
     if _ANY_START.match(text):
         raise FormatError(
-            f"{text}: object stores are reached by {' or '.join(SCHEME_STARTS)}; Google's, Microsoft's and others by a"
-            " profile of multi-storage-client: msc://PROFILE/path"
+            f"{text}: unknown scheme; paths in object stores begin with {' or '.join(SCHEME_STARTS)}. Google Cloud"
+            " Storage, Azure and others work through a profile of multi-storage-client: msc://PROFILE/path"
         )
     return False
 
 
-_COPY = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
+_COPY = "use a local path, and transfer the shard from or to the bucket with megatron-sft-idx copy"
 
 
 def require_local(path: str | os.PathLike[str], what: str, remedy: str = _COPY) -> None:
@@ -107,7 +107,8 @@ class ReadOptions(NamedTuple):
             read = read._replace(backend="mmap")
         if cast(str, read.backend) == "process":
             raise FormatError(
-                f"{where}: backend 'process' was removed, as reading by pread what is announced is faster: choose pread"
+                f"{where}: backend 'process' was removed, because reading announced packs with pread is faster; choose"
+                " pread"
             )
         for what, value, choices in (
             ("backend", read.backend, get_args(BackendName)),
@@ -148,7 +149,7 @@ class CopiedArray:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, step = index.indices(self._count)
         if step != 1:
-            raise ValueError(f"items of a file or an object are read one after the other, not in steps of {step}")
+            raise ValueError(f"the items of a file or an object can only be read with step 1, not {step}")
         return self.read_items(start, max(start, stop))
 
     def read_items(self, start: int, stop: int) -> NDArray[Any]:
@@ -189,7 +190,9 @@ class PreadArray(CopiedArray):
             with name_in_errors(self._path):
                 count = os.preadv(self._fd, [view[num_read:]], offset + num_read)
             if not count:
-                detail = "the file ends here since it was opened; it was cut short: restore it"
+                detail = (
+                    "the file ends here, but was longer when it was opened; it was cut short: restore it from a copy"
+                )
                 raise CorruptShardError(self._path, os.fstat(self._fd).st_size, "F2", detail)
             num_read += count
 
@@ -238,8 +241,10 @@ def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
 def check_size(path: str, found: int, expected: int) -> None:
     """Raise CorruptShardError (rule F2) unless a file has the size given by its shard's header."""
     if found != expected:
-        detail = f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard"
-        raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it")
+        detail = (
+            f"file has {found} bytes, expected {expected}; it was cut short, was changed, or belongs to another shard"
+        )
+        raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it from a copy")
 
 
 class name_in_errors:  # noqa: N801
@@ -298,7 +303,7 @@ def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     os.close(fd)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
+    raise FormatError(f"{os.fspath(path)}: expected a file, found something that is neither a file nor a folder")
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
@@ -362,7 +367,7 @@ class OutputFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
             self.close()
-            raise FormatError(f"{path}: no regular file; remove it, or choose another name")
+            raise FormatError(f"{path}: not a regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
         self._reserved, self._process = 0, os.getpid()
 
@@ -554,7 +559,9 @@ class ReopenedArray(CopiedArray):
             FormatError, OSError: the file is no longer this array, or changes at every check.
         """
         if looks == _MAX_LOOKS:
-            raise FormatError(f"{self._path}: the file was changed at every one of {looks} looks; let its writer end")
+            raise FormatError(
+                f"{self._path}: the file changed during each of {looks} reads; wait until its writer has finished"
+            )
         try:
             file = self._look()
         finally:
@@ -584,11 +591,11 @@ def read_extents(
     if (outside := (starts < 0) | (counts < 0) | (counts > lengths) | (starts > lengths - counts)).any():
         i = int(outside.argmax())
         raise ValueError(
-            f"extent {i} begins at {starts[i]} and has {counts[i]} items, its array holds {lengths[i]};"
-            " the index is damaged, or of another shard"
+            f"extent {i} begins at {starts[i]} and has {counts[i]} items, but its array has {lengths[i]} items; the"
+            " index is damaged, or belongs to another shard"
         )
     if int(counts.sum()) != len(out):
-        raise ValueError(f"extents of {counts.sum()} items do not fill an output of {len(out)}")
+        raise ValueError(f"the extents have {counts.sum()} items, but the output has {len(out)}")
     reopened = [array for array in arrays if isinstance(array, ReopenedArray)]
     size = out.dtype.itemsize
     if len(reopened) < len(arrays):

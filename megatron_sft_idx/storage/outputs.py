@@ -114,7 +114,7 @@ class PendingOutput:
         for name, found in self._replaced.items():
             if identity(target := self._building.target(name)) != found:
                 raise FormatError(
-                    f"{target}: something else has appeared here since this command began; it was left alone: choose"
+                    f"{target}: something else was written here after this command began, and was not replaced; choose"
                     " another name"
                 )
         if not self._folder:

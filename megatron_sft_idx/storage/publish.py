@@ -80,27 +80,29 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
     require_local(text, "writing", _OTHER_NAME)
     what = "a folder" if folder else "a file"
     if not text or "\0" in text:
-        raise FormatError(f"{text!r}: expected the name of {what}")
+        raise FormatError(f"{text!r}: expected the path of {what}")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise FormatError(f"{text!a}: a name that is not UTF-8; {_OTHER_NAME}") from None
+        raise FormatError(f"{text!a}: the name is not valid UTF-8; {_OTHER_NAME}") from None
     base = os.path.basename(text.rstrip("/") if folder else text)
     if base in ("", ".", ".."):
         if not folder:
-            raise FormatError(f"{text}: names a folder, expected the name of a file")
+            raise FormatError(f"{text}: expected the path of a file, found a folder")
         text = os.path.realpath(text)
         if text == "/":
-            raise FormatError(f"{path}: the root of all folders is never written; {_OTHER_NAME}")
+            raise FormatError(f"{path}: the root folder is never written to; {_OTHER_NAME}")
         base = os.path.basename(text)
     if max(len(os.fsencode(name)) for name in text.split("/")) > MAX_NAME_NBYTES:
-        raise FormatError(f"{text}: a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one")
+        raise FormatError(
+            f"{text}: longer than {MAX_NAME_NBYTES} bytes, the maximum for one name; choose a shorter one"
+        )
     parent = os.path.dirname(text.rstrip("/"))
     above = parent or "."
     while above and not os.path.lexists(above):
         above = os.path.dirname(above)
     if above and not os.path.isdir(above):
-        raise FormatError(f"{text}: {above} is {describe(above)}, expected a folder; {_OTHER_NAME}")
+        raise FormatError(f"{text}: {above} is {describe(above)}, not a folder; {_OTHER_NAME}")
     return os.path.join(os.path.realpath(parent), base)
 
 
@@ -166,21 +168,23 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
         for key in keys:
             same = seen.setdefault(key, place)
             if same is not place and (not is_read or same in writes):
-                both = f"both {same.role} and {place.role}" if same.role != place.role else f"{place.path} too"
-                raise FormatError(f"{same.path}: is {both}; {_OTHER_NAME}")
+                conflict = f"used as both {same.role} and {place.role}"
+                if same.role == place.role:
+                    conflict = f"the same file as {place.path}"
+                raise FormatError(f"{same.path}: {conflict}; {_OTHER_NAME}")
         resolved.append((path, place))
     folders = {path: place for path, place in resolved[: len(writes)] if place.folder}
     for folder in _and_above(os.getcwd()):
         if (outer := folders.get(folder)) is not None:
             raise FormatError(
-                f"{outer.path or repr('')}: holds the working folder, which would be replaced; {_OTHER_NAME}"
+                f"{outer.path or repr('')}: contains the current folder, which would be replaced; {_OTHER_NAME}"
             )
     for path, inner in resolved:
         for folder in _and_above(path):
             if (outer := folders.get(folder)) not in (None, inner):
                 assert outer is not None
                 raise FormatError(
-                    f"{outer.path}: {inner.role} ({inner.path}) lies in this folder, which would be replaced;"
+                    f"{outer.path}: this folder would be replaced, and contains {inner.role} ({inner.path});"
                     f" {_OTHER_NAME}"
                 )
 
@@ -208,7 +212,7 @@ def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False)
         return None
     expected = stat.S_IFDIR if folder else stat.S_IFREG
     if stat.S_IFMT(os.lstat(path).st_mode) != expected:
-        raise FormatError(f"{path}: {describe(path)} is here, expected {kind.name} or nothing; {_OTHER_NAME}")
+        raise FormatError(f"{path}: expected {kind.name} or nothing, found {describe(path)}; {_OTHER_NAME}")
     files = _files_in(path, kind) if folder else [path]
     if not files or (not folder and not os.lstat(path).st_size):
         return present
@@ -216,10 +220,10 @@ def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False)
         if not kind.recognize(file):
             head = head_of(file, _SHOWN_NBYTES)
             what = f"a file of {os.path.getsize(file)} bytes that begins with {head!r}"
-            holds = f"holds {os.path.basename(file)}, {what}" if folder else f"holds {what}"
-            raise FormatError(f"{path}: {holds}; expected {kind.name}, anything else is never replaced: {_OTHER_NAME}")
+            found = f"{os.path.basename(file)}, {what}" if folder else what
+            raise FormatError(f"{path}: expected {kind.name}, found {found}, which is never replaced; {_OTHER_NAME}")
     if not overwrite:
-        raise FormatError(f"{path}: exists already; {_OTHER_NAME}, or pass overwrite (--overwrite)")
+        raise FormatError(f"{path}: already exists; {_OTHER_NAME}, or pass overwrite (--overwrite)")
     return present
 
 
@@ -230,7 +234,7 @@ def _files_in(folder: str, kind: Kind) -> list[str]:
     for entry in entries:
         if not entry.is_file(follow_symlinks=False):
             raise FormatError(
-                f"{folder}: holds {entry.name}, {describe(entry.path)}, which no {kind.name.split(' ', 1)[-1]} has;"
+                f"{folder}: contains {entry.name}, {describe(entry.path)}, which does not belong to {kind.name};"
                 f" {_OTHER_NAME}"
             )
     return [entry.path for entry in entries]
@@ -243,7 +247,7 @@ def make_folders(path: str) -> None:
     try:
         os.makedirs(parent, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise FormatError(f"{path}: something above it is no folder; {_OTHER_NAME}") from None
+        raise FormatError(f"{path}: one of its parents is not a folder; {_OTHER_NAME}") from None
 
 
 class ControlFile:
@@ -320,7 +324,7 @@ def remove_folder(folder: str) -> None:
             return os.rmdir(folder)
         except OSError as error:
             failed = error
-    raise OSError(failed.errno, f"{failed.strerror}: it is of no use any more, and can be removed", folder)
+    raise OSError(failed.errno, f"{failed.strerror}: this folder is no longer needed, remove it", folder)
 
 
 def _lock_leftover(path: str, kind: Kind) -> int | None:
@@ -331,7 +335,7 @@ def _lock_leftover(path: str, kind: Kind) -> int | None:
         not belong to the package.
     """
     try:
-        fd = lock_file(path, (b"",), create=True, busy=f"{path}: another process writes here")
+        fd = lock_file(path, (b"",), create=True, busy=f"{path}: another process is writing here")
     except (FormatError, OSError):
         return None
     if os.fstat(fd).st_size:
@@ -417,7 +421,7 @@ def exchange(one: str, other: str) -> bool:
 
 def _changed(path: str) -> FormatError:
     return FormatError(
-        f"{path}: something else has appeared here since this command began; it was left alone: {_OTHER_NAME}"
+        f"{path}: something else was written here after this command began, and was not replaced; {_OTHER_NAME}"
     )
 
 
@@ -442,10 +446,12 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     room = os.statvfs(folder)
     free, full = room.f_bavail * room.f_frsize, os.strerror(errno.ENOSPC)
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed and {free:,} are free", path)
+        raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed, but only {free:,} are free", path)
     # A file system without a fixed number of inodes reports 0.
     if room.f_files and room.f_favail < files:
-        raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)
+        raise OSError(
+            errno.ENOSPC, f"{full}: {files:,} files are needed, but only {room.f_favail:,} inodes are free", path
+        )
 
 
 # ---- one writer per path ----
@@ -492,8 +498,9 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise FormatError(
-                f"{path}: this file system has no locks ({error.strerror}), and without one two commands could write"
-                " the same files; write to a local disk and copy the result, or mount it with locks (Lustre: -o flock)"
+                f"{path}: this file system does not support locks ({error.strerror}), so two commands could write the"
+                " same files; write to a local disk and copy the result, or mount the file system with locks (Lustre:"
+                " -o flock)"
             ) from None
         os.close(fd)
 
@@ -506,12 +513,11 @@ def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) ->
         return
     head = head_of(path, max(map(len, magics), default=1))
     if not stat.S_ISREG(status.st_mode):
-        what = f"{describe(path)} is here"
+        what = f"{describe(path)} already exists"
     elif head and not any(magic.startswith(head) for magic in magics):
-        what = "a file that megatron-sft-idx did not write is here"
+        what = "a file that megatron-sft-idx did not write already exists"
     elif status.st_nlink > 1 and not shared:
-        what = "this file has another name too (a hard link)"
+        what = "this file has a second name (a hard link)"
     else:
         return
-    where = f"where {os.path.basename(path)} of this command would be"
-    raise FormatError(f"{path}: {what}, {where}; move it away, or choose another name")
+    raise FormatError(f"{path}: {what}, but this command needs this path; move it away, or choose another name")

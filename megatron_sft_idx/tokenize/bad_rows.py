@@ -49,11 +49,12 @@ class BadRowLimit:
         is_count = match is not None and not match[2] and not match[3]
         if share is None or (share > 1 and not is_count):
             raise FormatError(
-                f"--max-bad-rows: {value!r}, expected a number of rows such as 10, or a share such as 0.01 or 1%"
+                f"--max-bad-rows {value!r}: expected a number of rows, such as 10, or a share of all rows, such as"
+                " 0.01 or 1%"
             )
         if given["on_bad_row"] != "skip":
             raise FormatError(
-                "--max-bad-rows goes with --on-bad-row skip: without it the first bad row stops the run anyway"
+                "--max-bad-rows needs --on-bad-row skip: without it, the run stops at the first bad row anyway"
             )
         return cls(str(value), int(share)) if is_count else cls(str(value), None, share)
 
@@ -73,6 +74,6 @@ class BadRowLimit:
         raise TooManyBadRowsError(
             source,
             None,
-            f"{report.skipped:,} of {report.rows:,} rows cannot be used, more than --max-bad-rows {self.given} allows"
-            f"{': ' if named else ''}{'; '.join(named)}; pass a larger --max-bad-rows to go on, or correct the rows",
+            f"{report.skipped:,} of {report.rows:,} rows cannot be used, more than --max-bad-rows {self.given}"
+            f" allows{': ' if named else ''}{'; '.join(named)}; correct the rows, or raise --max-bad-rows",
         )

@@ -98,7 +98,10 @@ class PreprocessOptions:
         # By the numbers of the files, because headers of shards must not contain paths.
         weights = file_weights("--repeat", self.repeats, [file.path for file in files])
         if self.encoding.rows.kind == "preference" and max(weights) > 1:
-            raise FormatError("--repeat: a preference pair is trained on once, as its number says; ask for 1 at most")
+            raise FormatError(
+                "--repeat: a preference pair can be trained on only once, because its pair number must be unique; use"
+                " a weight of at most 1"
+            )
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
     def expanded(self) -> tuple[list[InputFile], PreprocessOptions]:
@@ -238,15 +241,15 @@ def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list
     """Return how a shard (``packed`` or a corpus) differs from that of the job, without reading the input."""
     metadata = header.metadata
     if "recovered" in metadata:
-        return ["it was recovered from an interrupted build, and may lack packs"]
+        return ["it was recovered from an interrupted build, and packs may be missing"]
     if "accepted" in metadata:
-        return ["it was rebuilt with contents that do not have their checksums"]
+        return ["it was rebuilt from contents that do not match their checksums"]
     if packed:
         if differs := noted_differences(metadata, job.packing):
             return differs
         packing = metadata["packing"]
         if packing.get("source") != header.source:
-            return ["it was packed from other packs"]
+            return ["it was packed from a different shard"]
     elif "packing" in metadata:
         return ["it is packed"]
     return noted_differences(metadata, job.encoder.describe())
@@ -254,8 +257,8 @@ def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list
 
 def _other_shard_error(path: str, differs: Sequence[str]) -> FormatError:
     return FormatError(
-        f"{path}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite to replace"
-        " it"
+        f"{path}: a complete shard already exists here, and was made differently: {'; '.join(differs)}; use another"
+        " prefix, or pass --overwrite to replace the shard"
     )
 
 
@@ -304,8 +307,8 @@ def _keep_parts(job: Job, building: Building) -> None:
         if building.num_parts() and (differs := noted_differences(earlier.get(_ENCODING, {}), encoding)):
             if not job.options.overwrite:
                 raise FormatError(
-                    f"{building.folder}: holds parts of an interrupted preprocess with another option: {differs[0]};"
-                    " give the same one to go on with them, or pass --overwrite to drop them"
+                    f"{building.folder}: contains parts of an interrupted preprocess run with a different option:"
+                    f" {differs[0]}; use the old value to reuse the parts, or pass --overwrite to discard them"
                 )
             building.remove_parts()
         building.clear_files()
@@ -321,8 +324,8 @@ def _refuse_parts_folder(prefix: str) -> None:
     """Raise FormatError if an earlier version of this package left parts next to the prefix."""
     if os.path.isfile(f"{prefix}.parts/run.json"):
         raise FormatError(
-            f"{prefix}.parts: unfinished work of an earlier version of this package; finish it with that version, or"
-            " remove this folder"
+            f"{prefix}.parts: contains unfinished work of an earlier version of this package; finish it with that"
+            " version, or remove this folder"
         )
 
 
@@ -366,7 +369,7 @@ def require_no_other_shard(job: Job, prefix: str) -> None:
             differs = differs or _content_differences(header, job)
             sources = header.metadata["sources"] if not differs else None
         elif header.metadata.get("sources") != sources:
-            differs = differs or ["its input was another"]
+            differs = differs or ["it was made from different input"]
         if differs:
             raise _other_shard_error(output, differs)
     if options.keep_corpus and prefix != job.prefix and not missing_files(corpus := corpus_prefix(prefix)):

@@ -65,13 +65,13 @@ def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] |
         bad = ~np.isfinite(weights.astype(np.float32)) | (weights < 0)
     if bad.any():
         at = int(np.argmax(bad))
-        return at, f"the weight is {weights[at]:g}, expected a number of 0 or more that float32 holds"
+        return at, f"the weight is {weights[at]:g}, expected a number of 0 or more that fits into float32"
     products = weighted(mask, weights)
     lost = ((products == 0) & (mask != 0) & (weights != 0)) | ~np.isfinite(products)
     if not lost.any():
         return None
     at = int(np.argmax(lost))
-    return at, f"float32 rounds {mask[at]:g} times {weights[at]:g} to {products[at]:g}; give another weight"
+    return at, f"{mask[at]:g} times {weights[at]:g} becomes {products[at]:g} in float32; use another weight"
 
 
 def require_weight_column(name: str, columns: Mapping[str, ColumnSpec], where: str) -> None:
@@ -79,4 +79,4 @@ def require_weight_column(name: str, columns: Mapping[str, ColumnSpec], where: s
     if name not in columns:
         raise FormatError(f"{where}: {no_column(name, columns)}; --loss-weight-column {name} needs it")
     if (width := columns[name].width) != 1:
-        raise FormatError(f"{where}: column {name} has {width} values in each row; --loss-weight-column needs one")
+        raise FormatError(f"{where}: column {name} has {width} values per row, but --loss-weight-column needs one")

@@ -124,8 +124,8 @@ def check_packing(source: Shard, options: PackOptions) -> set[str]:
     require_weight_column(name, {each: column.spec for each, column in source.columns.items()}, source.prefix)
     if name in weighted_by(source.header.metadata):
         raise FormatError(
-            f"{source.prefix}: --loss-weight-column {name}: its masks were multiplied by this column already; pack the"
-            " shard that it was packed from, or attach the weights under another name"
+            f"{source.prefix}: --loss-weight-column {name}: the masks were already multiplied by this column; pack the"
+            " shard that this one was packed from, or store the weights as a column with another name"
         )
     return {*used, name}
 
@@ -156,8 +156,8 @@ class CorpusReader(SequenceReader):
         self.lost_columns = sorted(name for name, column in columns.items() if column.spec.per == "pack")
         if self.lost_columns and not lossy:
             raise FormatError(
-                f"{source.prefix}: columns {', '.join(self.lost_columns)}: they have a row a pack, and these packs will"
-                " be others; pass lossy (--lossy) to leave them out"
+                f"{source.prefix}: columns {', '.join(self.lost_columns)} have one row per pack, so they do not fit"
+                " the new packs; pass lossy (--lossy) to leave them out"
             )
         self.columns = {name: column for name, column in columns.items() if name not in self.lost_columns}
         specs = {name: column.spec for name, column in self.columns.items()}

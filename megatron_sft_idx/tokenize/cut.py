@@ -207,7 +207,7 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
         for piece in iter_pieces([stretch.file], piece_nbytes=cutting.piece_nbytes):
             yield replace(piece, path=stretch.name)
         return
-    path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
+    path = f"{stretch.name} (row numbers count from byte {stretch.offset})" if stretch.part else stretch.name
     for piece in cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes):
         yield replace(piece, path=stretch.name)
 
@@ -224,14 +224,14 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
                 block = source.read(min(_FETCH_NBYTES if remote else _READ_NBYTES, stretch.nbytes - num_read))
                 if not block:
                     raise FormatError(
-                        f"{stretch.name}: ends at byte {stretch.offset + num_read}, had {file.num_bytes} when the"
-                        " run began; it was changed meanwhile: run again"
+                        f"{stretch.name}: ends at byte {stretch.offset + num_read}, but had {file.num_bytes} bytes"
+                        " when the run began; it was changed during the run: run the command again"
                     )
                 num_read += len(block)
                 yield block, num_read
     except FileNotFoundError:
         raise FormatError(
-            f"{file.path}: not on this node; every node of the cluster has to see the input, at one path"
+            f"{file.path}: not found on this node; the input must be at the same path on every node of the cluster"
         ) from None
 
 

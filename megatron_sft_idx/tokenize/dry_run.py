@@ -320,7 +320,7 @@ def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequenc
     if (kept := sequences.kept) is not None:
         yield f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where"
     if read.skipped and options.encoding.on_bad_row == "error":
-        reasons.append(f"{read.skipped:,} rows cannot be used; --on-bad-row skip goes on without them")
+        reasons.append(f"{read.skipped:,} rows cannot be used; correct them, or skip them with --on-bad-row skip")
     elif options.max_bad_rows is not None:
         try:
             options.max_bad_rows.require(read, read.rows if full else None, "the input")
@@ -388,4 +388,4 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
             plan = packed.plan
             yield f"{label:<15} {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
         if parted := packed.metadata.get("dropped_media_sequences"):
-            yield f"  dropped       {parted:,} sequences, as a cut would part an image or recording"
+            yield f"  dropped       {parted:,} sequences: the cut would go through an image or recording"

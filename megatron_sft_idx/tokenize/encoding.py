@@ -228,10 +228,14 @@ class RowEncoder:
         if options.processor is not None:
             self.processor = MediaProcessor(options.processor, self.tokenizer)
         if options.append_eod and self.tokenizer.eos_id is None:
-            raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
+            raise FormatError(
+                f"{options.tokenizer}: the tokenizer defines no eos_token, which --append-eod needs; leave"
+                " --append-eod out"
+            )
         if options.rows.kind in ("preference", "kto") and options.masks.train_on in ("markers", "all"):
             raise FormatError(
-                f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}"
+                f"--row-kind {options.rows.kind} trains only on the answers; leave out --train-on"
+                f" {options.masks.train_on}"
             )
         named = self.tokenizer.chat_templates
         if self.processor is not None and self.processor.chat_template is not None:
@@ -247,7 +251,7 @@ class RowEncoder:
         try:
             self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
         except TypeError as error:  # all other arguments are ours
-            raise FormatError(f"chat_template_kwargs: not what JSON can hold: {error}") from None
+            raise FormatError(f"chat_template_kwargs: cannot be written as JSON: {error}") from None
 
     def _template(self, source: str | None) -> ChatTemplate | None:
         if source is None:
@@ -414,7 +418,8 @@ class RowEncoder:
         if isinstance(sources[0], TokenizedRow):
             if self.processor is not None and np.isin(sources[0].input_ids, self.processor.token_ids).any():
                 raise RowError(
-                    "its input_ids have tokens of images or audio, whose files it has not: give its messages"
+                    "its input_ids contain image or audio tokens, but the row has no image or audio files; pass"
+                    " messages instead of input_ids"
                 )
             return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
         conversations = [source for source in sources if isinstance(source, Conversation)]
@@ -428,7 +433,7 @@ class RowEncoder:
             template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
-                f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
+                f"{options.tokenizer}: the tokenizer has no chat template; pass one with --chat-template FILE"
             )
         return _Row(position, label, content, conversations, template, notes=notes, kept=kept, media=media)
 
@@ -447,8 +452,8 @@ class RowEncoder:
                 items.append(placed)
             if len(placed) < len(media):
                 raise RowError(
-                    f"the chat template writes {len(placed)} placeholders for {len(media)} images and recordings of the"
-                    " row; --chat-template FILE names another template"
+                    f"the chat template writes {len(placed)} placeholders, but the row has {len(media)} images and"
+                    " recordings; use another template with --chat-template FILE"
                 )
         return row._replace(rendered=rendered, items=items)
 
@@ -478,7 +483,8 @@ class RowEncoder:
                 done = self._expanded(one, outcomes)
                 if self.options.rows.kind == "preference" and len(done.rendered) != 2:
                     raise RowError(
-                        "an answer makes several sequences with --earlier-reasoning split; a pair is one of each"
+                        "--earlier-reasoning split makes several sequences of an answer, but a preference pair needs"
+                        " exactly one per answer; use --earlier-reasoning drop, or leave the row out"
                     )
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
@@ -514,7 +520,7 @@ class RowEncoder:
                         if isinstance(outcome, SequenceError):
                             raise outcome
                         if not len(outcome.input_ids):
-                            raise ValueError("the row has no tokens; a sequence holds at least one")
+                            raise ValueError("the row has no tokens; a sequence needs at least one")
                         made.append(outcome)
                     if row.items:
                         made = self._with_items(row, made)
@@ -579,7 +585,7 @@ class RowEncoder:
             weighted = (mask * weight).astype(np.float32)
             if weight and not weighted[mask != 0].all():
                 raise FormatError(
-                    f"--loss-weight: float32 rounds a weight times {weight:g} to 0; give a larger one, or 0"
+                    f"--loss-weight: a weight times {weight:g} becomes 0 in float32; use a larger weight, or 0"
                 )
             mask = weighted
         if ((mask == 0) | (mask == 1)).all():

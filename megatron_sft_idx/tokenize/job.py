@@ -49,7 +49,7 @@ _EXPECTED: dict[Any, tuple[Any, str]] = {
     Sequence[str]: (list | tuple, "a list of strings"),
     Mapping[str, Any] | None: (Mapping | None, "a dict"),
     Mapping[str, str] | None: (Mapping | None, "a dict of strings"),
-    Mapping[str, float] | None: (Mapping | None, "a dict of weights by file"),
+    Mapping[str, float] | None: (Mapping | None, "a dict from file to weight"),
 }
 # Maximum ratio of input to output bytes: for rows that consist almost entirely of unread fields.
 _MAX_INPUT_PER_OUTPUT = 256
@@ -167,19 +167,19 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
             _require_choice(name, given[name], hint)
     prefix, engine = os.fspath(given["output_prefix"]), given["engine"]
     if engine == "local" and given["ray_address"] is not None:
-        raise FormatError("--ray-address goes with --engine ray")
+        raise FormatError("--ray-address needs --engine ray")
     if engine == "ray" and given["workers"] == 0:
-        raise FormatError("--engine ray needs at least one task at once: --workers 1")
+        raise FormatError("--engine ray needs at least one task at a time; use --workers 1 or more")
     if engine == "ray" and is_remote(prefix):
         raise FormatError(
-            "--engine ray writes to a file system that all nodes share; name a prefix there, and send the shards"
-            " afterwards: megatron-sft-idx copy"
+            "--engine ray writes to a file system that all nodes share; use an --output-prefix there, and upload the"
+            " shards afterwards with: megatron-sft-idx copy"
         )
     encoding, packing = encoding_options(given), packing_options(given)
     if (of_rows := packing.selection is not None and packing.selection.of_rows) and given["keep_corpus"]:
         raise FormatError(
-            "--keep-corpus keeps all that is tokenised, for pack, which knows no rows: it does not go with --max-rows,"
-            " --sample, --dedup, --valid-fraction, --repeat or --shuffle"
+            "--keep-corpus stores all sequences, and pack cannot select rows afterwards; leave out --max-rows,"
+            " --sample, --dedup, --valid-fraction, --repeat and --shuffle, or leave out --keep-corpus"
         )
     columns = encoding.column_specs([])
     # The files are not known yet.
@@ -266,9 +266,9 @@ def media_limits(given: Mapping[str, Any]) -> MediaLimits:
     if (root := given.get("media_root")) is None:
         return MediaLimits(download=download)
     if given.get("processor") is None:
-        raise FormatError("--media-root goes with --processor, which reads images and audio")
+        raise FormatError("--media-root needs --processor, which reads images and audio")
     if not os.path.isdir(root):
-        raise FormatError(f"--media-root {os.fspath(root)}: no such folder")
+        raise FormatError(f"--media-root {os.fspath(root)}: folder not found")
     return MediaLimits(os.path.abspath(root), download)
 
 

@@ -104,7 +104,7 @@ def inputs_of(rows: Rows, prefix: str, *, media: bool = False) -> Iterator[tuple
         return
     counts = Counter(entry.file for entry in passed)
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise FormatError(f"inputs: two data sets are called {twice[0]!r}; give each a name")
+        raise FormatError(f"inputs: two data sets have the name {twice[0]!r}; give each its own name")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + PASSED_FOLDER, dir=folder) as temporary:
@@ -157,14 +157,14 @@ def _entries_of(rows: Rows) -> list[str | _Passed]:
             found.append(_Passed(name, name, entry))
         else:
             raise FormatError(
-                f"inputs: a {type(entry).__name__} among inputs, expected paths, data sets, tables or lists of rows"
+                f"inputs: expected paths, data sets, tables or lists of rows, found {type(entry).__name__}"
             )
     if "-" not in found:
         return found
     if len(found) > 1:
-        raise FormatError("--input - takes everything from the pipe: name it alone")
+        raise FormatError("--input - reads all input from the pipe; remove the other inputs")
     if sys.stdin is None:
-        raise FormatError("standard input: closed; pipe the rows to the command, or name a file")
+        raise FormatError("standard input: closed; pipe the rows to the command, or pass a file with --input")
     return [_Passed("stdin", "standard input", None)]
 
 
@@ -202,14 +202,14 @@ def _is_named(value: Mapping[Any, Any]) -> bool:
 def _named(name: Any, content: Any) -> _Passed:
     is_name = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and name.strip(". ")
     if not is_name or len(os.fsencode(name)) > _MAX_NAME_NBYTES:
-        raise FormatError(f"inputs: {brief(name)}, expected the name of a data set: a text without /, as a file name")
+        raise FormatError(f"inputs: expected a name for a data set, a string without /, found {brief(name)}")
     return _Passed(name, name, content)
 
 
 def _refused(rows: Any) -> NoReturn:
     raise FormatError(
-        f"inputs: a {type(rows).__name__}, expected paths, an iterable of rows, a table, one split of a dataset, or a"
-        " list of these; put a single row in a list"
+        "inputs: expected paths, an iterable of rows, a table, one split of a dataset, or a list of these, found"
+        f" {type(rows).__name__}; put a single row into a list"
     )
 
 
@@ -224,7 +224,7 @@ def _write(path: str, passed: _Passed, to_json: Callable[[Any], Any]) -> None:
             shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     elif hasattr(content, "save_to_disk"):
         if isinstance(content, Sized) and not len(content):  # datasets itself cannot always save an empty one
-            raise FormatError(f"{passed.name}: a dataset without rows; leave it out, or name one that has some")
+            raise FormatError(f"{passed.name}: the dataset has no rows; leave it out, or pass another one")
         content.save_to_disk(folder := path + ".saved", num_shards=1)
         (data,) = glob.glob(os.path.join(glob.escape(folder), "*.arrow"))
         os.rename(data, path)
@@ -259,7 +259,7 @@ def _write_rows(path: str, rows: Iterable[Any], name: str, to_json: Callable[[An
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
-                raise SequenceError(name, number, f"is a {type(row).__name__}, expected a dict")
+                raise SequenceError(name, number, f"expected a dict, found {type(row).__name__}")
             try:
                 refuse_deep(row)
             except RowError:
@@ -269,7 +269,7 @@ def _write_rows(path: str, rows: Iterable[Any], name: str, to_json: Callable[[An
                 line = _json_of(dict(row), to_json)
             except (TypeError, ValueError, RecursionError) as error:
                 field = next((key for key, value in row.items() if not _is_json(value, to_json)), "a key")
-                reason = f"{field} cannot be written as JSON: {error}; leave it out, or make it text"
+                reason = f"{field} cannot be written as JSON: {error}; leave it out, or convert it to a string"
                 raise SequenceError(name, number, reason) from None
             file.write(line + "\n")
 
@@ -346,8 +346,9 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
             paths.append(path)
         elif name[3] is None:
             raise FormatError(
-                f"{path}: say which of its files, for a split may not be trained on: {path}/data/train-*.parquet; they"
-                f" are listed at https://huggingface.co/datasets/{name[1]}/tree/main"
+                f"{path}: choose files of this dataset, because some splits may not be meant for training:"
+                f" {path}/data/train-*.parquet; the files are listed at"
+                f" https://huggingface.co/datasets/{name[1]}/tree/main"
             )
         else:
             paths.append(os.path.join(_download(name, "dataset", [name[3]]), name[3]))
@@ -366,7 +367,9 @@ def _download(hub_name: re.Match[str], kind: str, files: Sequence[str]) -> str:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise SFTIndexError(f"--download {name}: needs huggingface_hub: pip install huggingface_hub") from None
+        raise SFTIndexError(
+            f"--download {name}: needs huggingface_hub; install it with: pip install huggingface_hub"
+        ) from None
     try:
         with contextlib.redirect_stderr(unescaped(sys.stderr)):  # its bars move the cursor
             return str(snapshot_download(repository, repo_type=kind, revision=revision, allow_patterns=list(files)))

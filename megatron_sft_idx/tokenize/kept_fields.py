@@ -47,11 +47,13 @@ def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
         except FormatError as error:
             raise FormatError(f"--keep-field {brief(entry)}: {error}") from None
         if name in _TAKEN:
-            raise FormatError(f"--keep-field {entry}: preprocess has a column of this name; rename the field")
+            raise FormatError(
+                f"--keep-field {entry}: preprocess writes a column with this name itself; rename the field"
+            )
         if dtype not in _DTYPES:
-            raise FormatError(f"--keep-field {brief(entry)}: expected a dtype of {', '.join(sorted(_DTYPES))}")
+            raise FormatError(f"--keep-field {brief(entry)}: unknown dtype; choose one of {', '.join(sorted(_DTYPES))}")
         if name in fields:
-            raise FormatError(f"--keep-field {entry}: the field is kept already")
+            raise FormatError(f"--keep-field {entry}: this field is given twice; remove one")
         fields[name] = dtype
     return dict(sorted(fields.items()))
 
@@ -72,7 +74,7 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None:
-        raise RowError(f"the row has no {name}, which --keep-field stores")
+        raise RowError(f"the row has no value for {name}, which --keep-field stores")
     if isinstance(value, Undecoded):
         raise value.error("a number")
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # all values of a .csv file are text
@@ -84,8 +86,8 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
         limits = np.iinfo(dtype)
         if value != int(value) or not limits.min <= value <= limits.max:
             raise RowError(
-                f"{name} is {brief(value)}, which {dtype_name} does not hold: expected a whole number from {limits.min}"
-                f" to {limits.max}; name another dtype (--keep-field {name}=DTYPE)"
+                f"{name} is {brief(value)}, which does not fit into {dtype_name}, a whole number from {limits.min} to"
+                f" {limits.max}; choose another dtype (--keep-field {name}=DTYPE)"
             )
         return int(value)
     try:
@@ -95,9 +97,9 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
         stored = math.inf
     is_rounded_whole = stored != value and value == int(value)
     if math.isinf(stored) or is_rounded_whole or (value and not stored):
-        remedy = f"name another dtype (--keep-field {name}=DTYPE)"
+        remedy = f"choose another dtype (--keep-field {name}=DTYPE)"
         raise RowError(
-            f"{name} is {brief(value)}, which {dtype_name} does not hold: it would become {stored}; {remedy}"
+            f"{name} is {brief(value)}, which does not fit into {dtype_name}: it would become {stored}; {remedy}"
         )
     return stored
 

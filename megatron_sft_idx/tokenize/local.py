@@ -267,11 +267,11 @@ class Local(contextlib.AbstractContextManager["Local"]):
                     idle_deaths = 0 if has_begun else worker.idle_deaths + 1
                     task.deaths += has_begun
                     if max(task.deaths, idle_deaths) >= _MAX_DEATHS:
-                        when = "while working on this" if has_begun else "in a row before they began on this"
+                        when = "while processing these rows" if has_begun else "in a row before they reached these rows"
                         raise WorkersDiedError(
-                            f"{name_of(task.item)}: worker processes died {_MAX_DEATHS} times {when}; they crashed or"
-                            " were killed (out of memory?): try fewer --workers"
-                            + (", look at these rows" if has_begun else "")
+                            f"{name_of(task.item)}: worker processes died {_MAX_DEATHS} times {when}: they crashed, or"
+                            " were killed, perhaps because memory ran out; use fewer --workers"
+                            + (", and check these rows" if has_begun else "")
                         )
                     lost += [task for task, _ in worker.tasks]
                     self._pool[number] = _Worker(idle_deaths)

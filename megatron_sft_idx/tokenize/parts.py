@@ -188,7 +188,7 @@ class Part:
         whole = open_array(path, np.dtype("u1"), size, nbytes=size)[:]
         magic, nbytes, checksum = _HEAD.unpack(whole[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
         if magic != _VERSIONED_MAGIC or nbytes > min(size - _HEAD.size, _MAX_JSON_NBYTES):
-            raise self._broken("it does not begin as one")
+            raise self._broken("it does not begin like one")
         raw = whole[_HEAD.size : _HEAD.size + nbytes].tobytes()
         if xxhash.xxh3_128_digest(raw) != checksum:
             raise self._broken("its description is damaged")
@@ -196,12 +196,12 @@ class Part:
             self.info = info = PartInfo(**json.loads(raw))
             offsets = info.offsets(int(nbytes))
         except (ValueError, TypeError):
-            raise self._broken("it is of another version") from None
+            raise self._broken("it was written by another version") from None
         info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
         if size != offsets[-1]:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
-            raise self._broken("its bytes have another checksum")
+            raise self._broken("its checksum does not match")
         arrays: dict[str, NDArray[Any]] = {}
         for offset, (name, (dtype, shape)) in zip(offsets, info.arrays.items(), strict=False):
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
@@ -213,10 +213,12 @@ class Part:
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.starts = ends - self.lengths
         if not int(self.lengths.sum(dtype=np.int64)) == len(self.ids) == len(self.mask) or not self.lengths.all():
-            raise self._broken("its lengths do not add up to its tokens")
+            raise self._broken("its lengths do not add up to its number of tokens")
 
     def _broken(self, why: str) -> FormatError:
-        return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; run again, which makes it again")
+        return FormatError(
+            f"{self.path}: not a valid part of a tokenised corpus: {why}; run the command again to make this part again"
+        )
 
 
 def write_part(
@@ -564,7 +566,7 @@ class PartsSoFar:
         self._report(info, name, first)
         self.require_few_bad_rows(name)
         if info.undecided:
-            raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, and in none before it; {DECIDE}")
+            raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, but in no earlier row; {DECIDE}")
         self._notes.update(info.notes)
         if info.mask_dtype == "float32":
             self.mask_dtype = "float32"
@@ -585,19 +587,19 @@ class PartsSoFar:
         if info.straddling and not report.straddling:
             report.straddling = info.straddling
             self._log(
-                f"warning: tokens such as {info.straddling!r} begin in what the chat template writes before an answer"
-                " and are trained on, as transformers trains on them; --straddling exclude leaves them out"
+                f"warning: tokens such as {info.straddling!r} begin in the text that the chat template writes before"
+                " an answer. They are trained on, as in transformers; --straddling exclude leaves them out"
             )
         for skipped, (position, reason) in enumerate(info.bad_rows, report.skipped + 1):
             if self._on_bad_row == "error":
-                raise SequenceError(name, first + position, f"{reason}; --on-bad-row skip goes on without it")
+                raise SequenceError(name, first + position, f"{reason}; to skip such rows, pass --on-bad-row skip")
             error = SequenceError(name, first + position, reason)
             if len(report.bad_rows) < _MAX_LISTED:
                 report.bad_rows.append(str(error))
             if skipped <= _MAX_SHOWN:
                 self._log(f"skipped {error}")
             elif skipped == _MAX_SHOWN + 1:
-                self._log("skipped more rows, which are not shown")
+                self._log("skipped more rows, which are not listed")
         report.skipped += info.skipped
 
     def require_few_bad_rows(self, name: str, *, at_end: bool = False) -> None:
@@ -722,7 +724,7 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
     is_whole_file = stretch.nbytes is None and not stretch.dealt
     while group := list(islice(pieces, settings.cutting.pieces)):
         if made and not is_whole_file:
-            raise FormatError(f"{stretch.name}: was changed while it was read: run again")
+            raise FormatError(f"{stretch.name}: changed while it was being read; run the command again")
         with _counted_from(stretch):
             made.append(_make_part(settings, stretch, group))
         if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
@@ -746,7 +748,7 @@ def _counted_from(stretch: Stretch) -> Iterator[None]:
     except DifferentIdsError as error:
         if stretch.nbytes is None or not stretch.part:
             raise
-        raise FormatError(f"{error} (rows are counted from byte {stretch.offset} of the file on)") from None
+        raise FormatError(f"{error} (row numbers count from byte {stretch.offset} of the file)") from None
 
 
 def part_name(info: PartInfo, weight: float) -> str:
@@ -781,8 +783,8 @@ def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) ->
     encoder = _encoder_of(settings.encoding)
     if encoder.digest != settings.digest:
         raise FormatError(
-            f"{settings.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
-            " every node of the cluster sees it, at the same path"
+            f"{settings.encoding.tokenizer}: the tokenizer on node {platform.node()} differs from the driver's; make"
+            " the same tokenizer available at this path on every node of the cluster"
         )
     if earlier is not None:
         content = "".join(encoder.content_of_pieces(pieces, earlier.info.rows, path))

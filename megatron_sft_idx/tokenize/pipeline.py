@@ -63,7 +63,7 @@ from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 from megatron_sft_idx.tokenize.row_files import compare_libraries, look_at_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
-_AGAIN = "run the same command again to go on with them"
+_AGAIN = "run the same command again to continue from there"
 # Errors of a full disk: the parts of the job are removed, because others may need the space.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -107,7 +107,9 @@ def make_shards(
                     stack.callback(building.close)
             found = bool(headers)
             if found:
-                log(f"{published if is_uploaded else options.prefix}: done already, with the same input and options")
+                log(
+                    f"{published if is_uploaded else options.prefix}: already complete, with the same input and options"
+                )
                 report = CorpusReport.of(headers[0])
                 _require_few_bad_rows(options, report)
                 if not is_uploaded and not holds_packs_of_program(building):

@@ -71,11 +71,13 @@ class PackOptions:
         object.__setattr__(self, "where", tuple(str(Condition.parse(text)) for text in self.where))
         if self.sequence_multiple > self.capacity:
             raise FormatError(
-                f"--seq-length {self.capacity} is below --sequence-multiple {self.sequence_multiple}: no sequence fits;"
-                " raise it"
+                f"--seq-length {self.capacity} is below --sequence-multiple {self.sequence_multiple}, so no sequence"
+                " fits; raise --seq-length"
             )
         if self.effort == "high" and self.method != "auto":
-            raise FormatError(f"--packing-effort high goes with --packing auto, not {self.method}: leave one out")
+            raise FormatError(
+                f"--packing-effort high needs --packing auto, not {self.method}; leave one of the two out"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return all attributes for headers; those that select or weight sequences only if they are set."""
@@ -297,7 +299,9 @@ class SequenceReader(ABC):
 
 def changed_error(path: str) -> FormatError:
     """Return the error about a file whose sequences are not the planned ones, and the remedy."""
-    return FormatError(f"{path}: changed since its lengths were read; run again, which makes it again")
+    return FormatError(
+        f"{path}: changed since its lengths were read; run the command again, which makes this part again"
+    )
 
 
 # ---- the plan of all packs ----
@@ -380,8 +384,8 @@ def plan_packs(
     )
     if plan.num_packs < shards:
         raise FormatError(
-            f"{name}: {plan.num_packs} packs cannot fill --output-shards {shards}: stock Megatron opens no empty"
-            f" shard; ask for {plan.num_packs} or fewer"
+            f"{name}: {plan.num_packs} packs are too few for --output-shards {shards}: stock Megatron cannot open an"
+            f" empty shard; use at most {plan.num_packs} shards"
         )
     cuts = cuts._replace(lengths=cuts.lengths.astype(np.uint32)).only(plan.sequences)
     run = PlannedRun(plan.offsets, cuts.numbers, cuts.begins, cuts.lengths, plan.longest)
@@ -403,7 +407,7 @@ def chosen_where(
     chosen = numbers[kept[numbers]]
     if not len(chosen):
         conditions = " --where ".join(options.where)
-        raise FormatError(f"{name}: no sequence is left to pack, of {len(numbers):,}: --where {conditions}")
+        raise FormatError(f"{name}: none of {len(numbers):,} sequences matches --where {conditions}")
     return chosen
 
 
@@ -425,11 +429,11 @@ def _overlong(
     if groups is not None:
         if options.overlong in ("truncate", "split"):
             raise FormatError(
-                f"{name}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
+                f"{name}: --overlong {options.overlong} would separate a pair or compare truncated answers; use"
                 " --overlong drop, which drops both"
             )
         if options.max_sequences_per_pack == 1:
-            raise FormatError(f"{name}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
+            raise FormatError(f"{name}: --max-sequences-per-pack 1 would separate every pair; use 2 or more")
         units, per_unit, remedies = "pairs", 2, "drop"
         positions = _of_groups(np.add, -(-lengths // multiple) * multiple, groups)
     long: NDArray[np.bool_] = positions > longest

@@ -131,8 +131,9 @@ class Cluster:
         except exceptions.RayError as error:
             reason = str(error).strip().splitlines()[0]
             return WorkersDiedError(
-                f"{name}: its task died {_MAX_RETRIES + 1} times, with its process or node ({reason}); out of memory?"
-                " look at these rows, and at the nodes; what is done is kept for the next run"
+                f"{name}: its task died {_MAX_RETRIES + 1} times, together with its process or node ({reason}),"
+                " perhaps because memory ran out; check these rows and the nodes. Finished work is kept for the next"
+                " run"
             )
 
 
@@ -167,17 +168,19 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
         try:
             import ray
         except ImportError:
-            raise SFTIndexError("--engine ray: Ray is not installed: pip install 'megatron-sft-idx[ray]'") from None
+            raise SFTIndexError(
+                "--engine ray: Ray is not installed; install it with: pip install 'megatron-sft-idx[ray]'"
+            ) from None
         if ray.is_initialized():
             raise SFTIndexError(
-                "--engine ray: this process is connected to a Ray cluster already; call ray.shutdown() first"
+                "--engine ray: this process is already connected to a Ray cluster; call ray.shutdown() first"
             )
         try:
             with _sigterm_handler_kept():
                 ray.init(**options)
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            where = "no local cluster could be started" if address is None else f"--ray-address {address}"
+            where = "cannot start a local cluster" if address is None else f"--ray-address {address}"
             raise SFTIndexError(f"--engine ray: {where}: {reason}") from None
         try:
             cpus = int(ray.cluster_resources().get("CPU", 1))
@@ -195,8 +198,8 @@ def _token_variables() -> dict[str, str]:
     if not _own_token:
         if sys.modules.get("ray") is not None:
             raise SFTIndexError(
-                "--engine ray: Ray was imported before it could be told to ask for a token; set RAY_AUTH_MODE=token in"
-                " the environment before that, or pass the address of a running cluster"
+                "--engine ray: Ray was imported before token authentication could be enabled; set RAY_AUTH_MODE=token"
+                " in the environment before the import, or pass the address of a running cluster"
             )
         _own_token.append(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _own_token[0], "RAY_USAGE_STATS_ENABLED": "0"}

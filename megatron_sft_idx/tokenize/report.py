@@ -16,37 +16,39 @@ from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.publish import Kind, head_of
 
 _SELECTED = (
-    ("max_rows", "first", "taken, the rest left out by --max-rows"),
-    ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
+    ("max_rows", "first", "used, the others left out by --max-rows"),
+    ("duplicates", "duplicates", "left out by --dedup: same content as an earlier row"),
     ("not_sampled", "not sampled", "left out by --sample"),
-    ("valid", "validation", "kept apart by --valid-fraction"),
+    ("valid", "validation", "used for validation (--valid-fraction)"),
     ("weighted_out", "weighted out", "left out by --repeat"),
-    ("repeats", "repeats", "of rows, by --repeat"),
+    ("repeats", "repeats", "additional copies of rows, by --repeat"),
     ("train", "to train on", "rows"),
-    ("untrained_sequences", "untrained", "sequences, or cuts of them, left out: no token to train on"),
+    ("untrained_sequences", "untrained", "sequences, or pieces of sequences, left out because no token is trained on"),
 )
 _NOTES = {
-    "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
-    "content_left_out": "messages without a content rendered without one, as transformers does",
-    "content_none": "messages without a content rendered with null for it: the chat template fails without",
-    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
-    "recordings_cut": "recordings whose end the processor leaves out, since it takes no longer ones",
-    "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
+    "content_empty": "messages without content rendered with empty content, because the chat template fails otherwise",
+    "content_left_out": "messages without content rendered without content, as in transformers",
+    "content_none": "messages without content rendered with null as content, because the chat template fails otherwise",
+    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left unchanged",
+    "recordings_cut": "recordings cut off at the end by the processor, which limits their length",
+    "first_token_masks_dropped": "masks on the first token of a sequence dropped, because nothing predicts it",
     "literals": "control tokens in the data kept as text",
-    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes or marks none",
-    "nulls_in_arguments": "nulls in arguments of tool calls left out, as exports of tables add them for absent keys",
-    "nulls_in_tools": "nulls in tools left out, as exports of tables add them for absent keys",
-    "packed_rows": "rows that held several sequences end to end",
+    "no_end_of_turn": "answers without an end-of-turn token, because the chat template writes or marks none",
+    "nulls_in_arguments": "nulls left out of tool call arguments, because table exports add them for missing keys",
+    "nulls_in_tools": "nulls left out of tools, because table exports add them for missing keys",
+    "packed_rows": "rows that contained several concatenated sequences",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
     "rows_with_seq_start_id": "rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them, the masks"
     " mark the token before (--mask-alignment label)",
-    "split_at_system_messages": "rows that held several conversations, each beginning with a system message",
+    "split_at_system_messages": "rows that contained several conversations, each beginning with a system message",
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
-    "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
+    "straddling_header": "of these include characters of a header (--straddling exclude does not train on them)",
     "straddling_left_out": "tokens that begin before their span, not trained",
-    "ends_of_turn_alone": "answers without words: only their end of turn is trained",
-    "thinking_tags_kept": "answers with tags of reasoning behind their first, trained on all the same",
-    "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
+    "ends_of_turn_alone": "answers without text, of which only the end of the turn is trained",
+    "thinking_tags_kept": "answers with a reasoning tag after the first one, trained on anyway",
+    "tool_arguments_converted": (
+        "tool calls whose arguments were converted to text or to an object, as the chat template expects"
+    ),
 }
 # Texts for what is done with overlong sequences, and for how trained tokens are lost.
 _OVERLONG = {
@@ -66,7 +68,7 @@ _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 def _said_of(note: str) -> str:
     """Describe what a note counts."""
     if note.startswith(_IGNORED):
-        return f"fields {note.removeprefix(_IGNORED)!r} left unread by --ignore-field"
+        return f"fields {note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
     return _NOTES.get(note, note.replace("_", " "))
 
 
@@ -120,7 +122,7 @@ class CorpusReport:
 
     def no_usable_row(self, name: str) -> FormatError:
         """Return the error about an input without a usable row, for the file or folder ``name``."""
-        return FormatError(f"{name}: no usable row in the input ({self.rows} rows, {self.skipped} skipped)")
+        return FormatError(f"{name}: no row of the input can be used ({self.rows} rows, {self.skipped} skipped)")
 
 
 @dataclass(slots=True)
@@ -194,7 +196,7 @@ class PackReport:
             return ""
         done, way = _OVERLONG[self.overlong_choice]
         parted = self.dropped_media_sequences
-        dropped = f", {parted:,} dropped as a cut would part an image or recording" if parted else ""
+        dropped = f", {parted:,} dropped, because the cut would go through an image or recording" if parted else ""
         return (
             f"{self.overlong - parted:,} sequences {done}{dropped}: {self.dropped_tokens:,} tokens left out,"
             f" {self.lost_trained_tokens:,} trained tokens lost to {way}"
@@ -257,16 +259,16 @@ class Summary:
             f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
             f"tokens          {packing.tokens:,}",
             f"trained tokens  {packing.trained_tokens:,} ({share})",
-            f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
-            f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
+            f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions per pack",
+            f"pack size       at most {packing.longest:,} tokens and {packing.most_sequences:,} sequences per pack",
         ]
         if_any = {
             f"left out        {packing.left_out:,} sequences left out by --where": packing.left_out,
             f"overlong        {packing.describe_overlong()}": packing.overlong,
-            f"lost            columns {', '.join(packing.lost_columns)}: they have a row a pack of the source": (
+            f"lost            columns {', '.join(packing.lost_columns)}: one row per pack of the source": (
                 packing.lost_columns
             ),
-            f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"
+            f"warning         {packing.masked_packs:,} packs have no token to train on: inspect lists them,"
             " --drop-untrained leaves such sequences out": packing.masked_packs,
         }
         lines += [line for line, count in if_any.items() if count]

@@ -44,8 +44,8 @@ def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
         if _holds_packs(file):
             path = shlex.quote(file.path)
             raise FormatError(
-                f"{file.path}: packs that megatron-sft-idx wrote, expected rows; make a shard of them:"
-                f" megatron-sft-idx convert {path} PREFIX --to sft-idx. To pack it for another capacity after that:"
+                f"{file.path}: contains packs written by megatron-sft-idx, not rows. To make a shard of them:"
+                f" megatron-sft-idx convert {path} PREFIX --to sft-idx. To pack that shard for another capacity:"
                 " megatron-sft-idx pack PREFIX --seq-length N --output-prefix OTHER"
             )
     return files
@@ -129,7 +129,9 @@ def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_r
             except ValueError:
                 pass  # a bad row, which is reported during the run
     if first is not None:
-        raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
+        raise SequenceError(
+            *first, f"{UNDECIDED} (the first of {undecided:,} such rows among the first {count:,}); {DECIDE}"
+        )
 
 
 def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
@@ -163,10 +165,9 @@ def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_r
     if count:
         option, path = min(missing)
         advice = "" if option == "--turn-fields" else did_you_mean(nearest_names(path, found))
-        where = "a turn of one" if option == "--turn-fields" else "one"
+        where = "any turn" if option == "--turn-fields" else "any"
         raise FormatError(
-            f"{option}: {path} is mapped, but not {where} of {count:,} rows has it{advice}; the rows"
-            f" have {shown_paths(found)}"
+            f"{option}: {path} does not occur in {where} of {count:,} rows{advice}; the rows have {shown_paths(found)}"
         )
 
 
@@ -175,7 +176,6 @@ def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows:
 
     This is done once before the workers begin, so the same rows are compared for any number of workers. Nothing is done
     if gigatoken is not used.
-    done where gigatoken is not used.
 
     Args:
         encoder: the encoder of the rows.

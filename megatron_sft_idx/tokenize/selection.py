@@ -57,7 +57,7 @@ class Selection:
             if not is_number or not 0 <= share <= 1 or (name == "sample" and not share):
                 raise FormatError(f"--{name.replace('_', '-')} {share}: expected a share of the rows, such as 0.1")
         if self.valid_fraction == 1:
-            raise FormatError("--valid-fraction 1: nothing would be left to train on")
+            raise FormatError("--valid-fraction 1 leaves no rows for training; use a smaller share")
 
     @property
     def of_rows(self) -> bool:
@@ -87,7 +87,7 @@ def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]
             raise FormatError(f"{option} {brief(entry)}: expected {form}")
         matching = find_names(name, names, f"{option} {entry}", files)
         if weighted := next((files[n] for n in matching if n in weights), None):
-            raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
+            raise FormatError(f"{option} {entry}: {weighted} already has a weight; remove one of the two")
         weights |= dict.fromkeys(matching, float(weight))
     return [weights.get(n, 1.0) for n in range(len(files))]
 
@@ -191,7 +191,9 @@ def select_rows(
         train = np.random.default_rng(seed).permutation(train)
     for name, rows in (("train on", train), ("validate with", valid)):
         if not len(rows) and (name == "train on" or selection.valid_fraction):
-            raise FormatError(f"no row is left to {name}, of {len(starts)} usable ones: ask for more of them")
+            raise FormatError(
+                f"none of {len(starts)} usable rows is left to {name}; choose options that keep more rows"
+            )
     return Selected(_sequences_of(train, starts, sizes), _sequences_of(valid, starts, sizes), counts)
 
 

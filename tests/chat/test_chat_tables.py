@@ -541,7 +541,7 @@ def test_nulls_that_fill_missing_keys_change_no_text_and_are_counted(kind: str, 
     assert "nulls_in_arguments" not in notes["lines"]
     assert notes["filled"]["nulls_in_arguments"] == notes["table"]["nulls_in_arguments"] > 20
     assert notes["filled"]["nulls_in_tools"] == notes["table"]["nulls_in_tools"] > 20
-    assert f"{notes['table']['nulls_in_arguments']:,} nulls in arguments of tool calls left out" in done.out
+    assert f"{notes['table']['nulls_in_arguments']:,} nulls left out of tool call arguments" in done.out
 
 
 def test_nulls_of_json_text_stay() -> None:
@@ -567,6 +567,6 @@ def test_the_case_of_filled_nulls(tmp_path: Path) -> None:
     source = ROWS / "null_filled_arguments.jsonl"
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     done = run(tmp_path / "lines", source)
-    assert "2 nulls in arguments of tool calls left out" in done.out
+    assert "2 nulls left out of tool call arguments" in done.out
     assert run(tmp_path / "table", write(tmp_path / "in", "parquet", pa.Table.from_pylist(rows))).code == 0
     assert (tmp_path / "lines.bin").read_bytes() == (tmp_path / "table.bin").read_bytes()

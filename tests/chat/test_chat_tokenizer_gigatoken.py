@@ -421,7 +421,7 @@ def test_later_rows_are_compared_where_they_are_of_the_sample_alone(tmp_path: Pa
     with pytest.raises(FormatError, match="give different ids") as caught:
         preprocess(source, output_prefix=tmp_path / "z", **job)
     row, offset = re.findall(
-        r"rows\.jsonl:(\d+): .*\(rows are counted from byte (\d+) of the file on\)", str(caught.value)
+        r"rows\.jsonl:(\d+): .*\(row numbers count from byte (\d+) of the file\)", str(caught.value)
     )[0]
     assert 1 + source.read_bytes()[: int(offset)].count(b"\n") + int(row) - 1 == 1700
 

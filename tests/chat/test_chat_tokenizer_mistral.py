@@ -124,7 +124,7 @@ def test_without_mistral_common_a_template_is_asked_for(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, module, None)
     encoder = RowEncoder(EncodingOptions(str(DATA / "tekken_240911.json")))
     assert encoder.template is None
-    with pytest.raises(ValueError, match=r"no chat template; name one with --chat-template FILE"):
+    with pytest.raises(ValueError, match=r"no chat template; pass one with --chat-template FILE"):
         encoder._read(
             InputRow(1, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
             encoder.media_of("rows.jsonl"),

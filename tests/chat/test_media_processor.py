@@ -395,7 +395,7 @@ def test_ids_of_images_and_audio_that_came_tokenised_are_a_bad_row(made: Made) -
     piece = JsonPiece("rows.jsonl", 1, int(ends[-1]), b"".join(lines), ends, False)
     done = encoder_of(made.folder, on_bad_row="skip").encode(piece)
     assert [error.position for error in done.bad_rows] == [2]
-    assert "tokens of images or audio" in str(done.bad_rows[0])
+    assert "image or audio tokens" in str(done.bad_rows[0])
 
 
 # ---- files ----

@@ -515,7 +515,7 @@ def test_all_sequences_of_packed_rows_are_in_the_shard_with_their_rows(tmp_path:
     done = preprocess(tmp_path / "x", "--workers", workers, rows=rows, capacity=64)
     assert done.code == 0, done.err
     assert stored(tmp_path / "x") == trained([one for of_row in sequences for one in of_row])
-    assert "120 rows that held several sequences end to end" in done.out
+    assert "120 rows that contained several concatenated sequences" in done.out
     shard, found = Shard(tmp_path / "x", columns=("source",)), {}
     for number in range(len(shard)):
         for (ids, _), (file, row) in zip(shard.sequences(number), shard[number]["source"].tolist(), strict=True):
@@ -631,7 +631,7 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
         produced(catalog, "--input", file),
     ):
         assert done.code == 1
-        assert f"{file}: packs that megatron-sft-idx wrote, expected rows" in done.err
+        assert f"{file}: contains packs written by megatron-sft-idx, not rows" in done.err
         assert f"megatron-sft-idx convert '{file}' PREFIX --to sft-idx" in done.err
     assert not list(tmp_path.glob("y*"))
     if form == "jsonl-chunks":  # lines that a program passes are rows of packs
@@ -660,14 +660,14 @@ def test_our_packs_are_known_as_an_arrow_file_and_in_a_bucket_and_packs_of_other
             writer.write_table(table)
     for name in ("ours.parquet", "file.arrow", "stream.arrow"):
         for path in (f"{url}/{name}", tmp_path / "store" / name):
-            with pytest.raises(FormatError, match="packs that megatron-sft-idx wrote, expected rows"):
+            with pytest.raises(FormatError, match="contains packs written by megatron-sft-idx, not rows"):
                 row_files([str(path)])
     (tmp_path / "watched").mkdir()
     (tmp_path / "watched/1.parquet").write_bytes((tmp_path / "store/ours.parquet").read_bytes())
     (tmp_path / "watched/_END").touch()
     done = produced(tmp_path / "live", "--watch", tmp_path / "watched")
     assert done.code == 1
-    assert "1.parquet: packs that megatron-sft-idx wrote" in done.err
+    assert "1.parquet: contains packs written by megatron-sft-idx" in done.err
     # Without the metadata nobody knows who wrote it.
     pq.write_table(table.replace_schema_metadata(None), tmp_path / "others.parquet")
     done = preprocess(tmp_path / "y", "--input", tmp_path / "others.parquet", "--mask-alignment", "label", capacity=64)

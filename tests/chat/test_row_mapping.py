@@ -205,7 +205,7 @@ SLIPS = [
     (
         ("--fields", "messages=data.turn"),
         1,
-        "data.turn is mapped, but not one of 3 rows has it; did you mean data.turns",
+        "data.turn does not occur in any of 3 rows; did you mean data.turns",
     ),
     (
         ("--fields", "messages=data.turns", "system=data.sys"),
@@ -215,7 +215,7 @@ SLIPS = [
     (
         ("--fields", "messages=data.turns", "--turn-fields", "role=who", "content=what", "name=nickname"),
         1,
-        "--turn-fields: nickname is mapped, but not a turn of one of 3 rows has it",
+        "--turn-fields: nickname does not occur in any turn of 3 rows",
     ),
     (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known are system"),
 ]

@@ -159,7 +159,7 @@ def test_each_conversation_is_a_sequence(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x") == texts_of(tmp_path / "apart")
     assert len(texts_of(tmp_path / "x")) == 4
     assert "rows            2\n" in done.out
-    assert "1 rows that held several conversations, each beginning with a system message" in done.out
+    assert "1 rows that contained several conversations, each beginning with a system message" in done.out
     shard = Shard(tmp_path / "x", columns=("source",))
     assert sorted(row for pack in shard for _, row in pack["source"].tolist()) == [0, 0, 0, 1]
     assert read_header(tmp_path / "x").metadata["options"]["system_starts"] == "conversation"
@@ -232,7 +232,7 @@ def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
 ) -> None:
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--workers", workers, "--input", late)
     assert done.code == 1
-    assert f"error: {late}:7001: a system message comes after an answer in this row, and in none before it" in done.err
+    assert f"error: {late}:7001: a system message comes after an answer in this row, but in no earlier row" in done.err
     assert "--system-starts conversation makes" in done.err
     assert list(tmp_path.iterdir()) == []
     # The first bad row comes before it.
@@ -285,12 +285,12 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     # What comes through a pipe or into a folder is not there before the run.
     done = piped(source, tmp_path / "pipe")
     assert done.code == 1
-    assert "standard input:1: a system message comes after an answer in this row, and in none before it" in done.err
+    assert "standard input:1: a system message comes after an answer in this row, but in no earlier row" in done.err
     assert piped(source, tmp_path / "pipe", *TURN).code == 0
     assert tokens_of(tmp_path / "pipe").total() == 2
     done = produced(tmp_path / "late", "--input", late, "--on-bad-row", "skip", "--tokens-per-shard", 50_000)
     assert done.code == 1
-    assert ":7001: a system message comes after an answer in this row, and in none before it" in done.err
+    assert ":7001: a system message comes after an answer in this row, but in no earlier row" in done.err
 
 
 def test_it_is_taught(capsys: Any) -> None:

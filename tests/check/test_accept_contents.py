@@ -130,4 +130,4 @@ def test_the_shard_is_no_longer_taken_for_what_a_job_made(tmp_path: Path) -> Non
     Path(f"{prefix}.bin").write_bytes(raw)
     assert rebuild(prefix, accept_contents=True).whole
     refused = preprocess(prefix)
-    assert (refused.code, "rebuilt with contents that do not have their checksums" in refused.err) == (1, True)
+    assert (refused.code, "rebuilt from contents that do not match their checksums" in refused.err) == (1, True)

@@ -116,7 +116,7 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     assert done.code == 1
     assert f"{path}: lost: " in done.out
     assert "a column cannot be derived; restore it from a copy, or " in done.out
-    assert "columns are lost, the rest is whole" in done.err
+    assert "columns are lost, the rest is complete" in done.err
     assert "nothing to do" not in done.out
     assert "the five files are good, and nothing was rebuilt" in done.out
     assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}

@@ -199,7 +199,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
         for suffix in COLUMNS:
             os.rename(tmp_path / f"x{suffix}", away / f"x{suffix}")
         said = command("rebuild", tmp_path / "x")
-        assert (said.code, "keeps every rule; no checksum was left" in said.out, "whole" in said.out) == (
+        assert (said.code, "follows all rules; no checksum was left" in said.out, "whole" in said.out) == (
             0,
             True,
             False,
@@ -211,7 +211,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
         again = command("rebuild", tmp_path / "x")
         assert again.code == 1
         assert again.out.count(": uncertain: found a column of shard ") == 2
-        assert again.err.endswith("x: data or columns have changed, and nothing tells which; see the lines above\n")
+        assert again.err.endswith("and it is unknown which ones; see the lines above\n")
         for claim in ("lost", "whole", "the five files are good", "attach", "merge"):
             assert claim not in again.err + again.out
         found = verify_shard(tmp_path / "x", full=True).findings
@@ -236,8 +236,8 @@ def test_a_derived_header_is_called_whole_where_something_proves_the_data(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert (done.code, done.err) == (0, "")
     if not dry_run:
-        assert ("x: a whole shard, every checksum verified\n" in done.out) == bool(witness)
-        assert ("no checksum was left to tell whether its contents are what was written" in done.out) == (not witness)
+        assert ("x: a complete shard, every checksum verified\n" in done.out) == bool(witness)
+        assert ("no checksum was left to verify that its contents are what was written" in done.out) == (not witness)
         assert rebuild(tmp_path / "x").note == "nothing to do"
 
 
@@ -260,7 +260,7 @@ def test_of_a_killed_build_no_checksum_is_claimed(tmp_path: Path) -> None:
     writer.flush()
     writer.suspend()
     done = command("rebuild", tmp_path / "m")
-    assert (done.code, "no checksum was left to tell" in done.out, "verified" in done.out) == (0, True, False)
+    assert (done.code, "no checksum was left to verify" in done.out, "verified" in done.out) == (0, True, False)
 
 
 def test_a_header_of_another_shard_is_found_by_a_column(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def assert_honest(prefix: Path, whole: dict[str, bytes], said: str) -> None:
     except SFTIndexError:
         return
     now = tree_of(prefix.parent)
-    if "no checksum was left to tell whether its contents are what was written" not in said:
+    if "no checksum was left to verify that its contents are what was written" not in said:
         assert [suffix for suffix in DATA if now[f"x{suffix}"] != whole[f"x{suffix}"]] == [], said
     assert not [name for name in now if name.endswith(".col") and now[name] != whole[name]], said
 
@@ -68,11 +68,11 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
     done = command("rebuild", prefix)
     said, left = done.out + done.err, tree_of(prefix.parent)
     assert_honest(prefix, whole, said)
-    if "a whole shard, every checksum verified" in said or "nothing to do" in said:
+    if "a complete shard, every checksum verified" in said or "nothing to do" in said:
         assert [name for name in whole if name != "x.seq.idx" and left.get(name, whole[name]) != whole[name]] == []
     followed = 0
     if ": the damaged file; remove it" in said:
-        for path in re.findall(r"^(\S+): the damaged file; remove it when it is no longer of use$", said, re.M):
+        for path in re.findall(r"^(\S+): the damaged file; remove it when you no longer need it$", said, re.M):
             os.unlink(path)
         assert command("rebuild", prefix).code == done.code
         followed += 1
@@ -94,7 +94,7 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
         prefix = put(folder / "x", left)
         (folder / "new").mkdir()
         merged = command(*command_line[1].split(), folder / "new" / "x")
-        assert (merged.code, "left out, as was allowed" in merged.out) == (0, True), said + merged.err
+        assert (merged.code, "left out (--lossy)" in merged.out) == (0, True), said + merged.err
         assert_honest(folder / "new" / "x", whole, said + merged.out)
         shutil.rmtree(folder / "new")
         followed += 1
@@ -169,8 +169,8 @@ def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
 
 
 _NO_COLUMN = "it has the name of a column .* give it another name"
-_NO_SHARD = "holds a file of .* anything else is never replaced"
-_APPEARED = "something else has appeared here since the work began, and was left alone; move it away, then run the same"
+_NO_SHARD = "found a file of .* which is never replaced"
+_APPEARED = "something else was written here .* and was not replaced; move it away, then run the same"
 
 
 def build_again(folder: Path, prefix: Path, said: str) -> None:
@@ -219,7 +219,10 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
             done = command("rebuild", prefix)
             assert done.code == 0 or done.err != said, said
         if "remove the folder " in said:
-            assert f"remove the folder {prefix}.building, and what is at {prefix} unless it is whole; then run" in said
+            assert (
+                f"remove the folder {prefix}.building and the output {prefix}, unless that is complete; then run"
+                in said
+            )
             prefix = again()
             shutil.rmtree(f"{prefix}.building")
             if not os.path.exists(f"{prefix}.seq.idx"):
@@ -237,7 +240,7 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
             is_whole(prefix, done.out)
         if _APPEARED in said:
             build_again(folder, again(), said)
-        if "move it away" in said and (name := re.search(r": holds (\S+), which no build makes", said)):
+        if "move it away" in said and (name := re.search(r": contains (\S+), which is not part of a build", said)):
             prefix = again()
             shutil.move(f"{prefix}.building/{name[1]}", folder / "away")
             build_again(folder, prefix, said)

@@ -150,9 +150,9 @@ def shard(prefix: str) -> list[str]:
 
 
 def test_verbs_are_listed_by_what_they_are_for() -> None:
-    shown = command("--help").out.partition("verbs:\n")[2].partition("example:")[0]
+    shown = command("--help").out.partition("commands:\n")[2].partition("example:")[0]
     groups = re.findall(r"^  (\w[\w ]*):$|^    ([\w-]+)(?: |$)", shown, re.MULTILINE)
-    assert [group for group, _ in groups if group] == ["make", "look", "mend", "move"]
+    assert [group for group, _ in groups if group] == ["prepare", "inspect", "repair", "convert and move"]
     assert sorted(verb for _, verb in groups if verb) == sorted(verbs())
 
 

@@ -165,9 +165,7 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
                 os.link(read, name.format(slot))
                 outcome = attempt(recipe.argv(None, *replacing(recipe)))
             # What is at the name of a column, and is none, is never replaced, whatever it is.
-            said = ("is both", "anything else is never replaced", "and is no column")[
-                : 3 if name.endswith(".col") else 1
-            ]
+            said = ("used as both", "which is never replaced", "and is no column")[: 3 if name.endswith(".col") else 1]
             if outcome.code != 1 or not any(words in outcome.err for words in said):
                 unknown.append(f"{name.format(slot)} is {read}: {outcome}")
     assert not unknown, "\n".join(unknown)
@@ -181,4 +179,4 @@ def test_a_file_of_others_without_a_line_is_no_list_of_input(world: World, text:
         Path("live/_inputs.jsonl").write_text("mine")
         outcome = attempt(Recipe(text).argv())
         assert (outcome.code, Path("live/_inputs.jsonl").read_text()) == (1, "mine")
-        assert "live/_inputs.jsonl: a file that no producer wrote is here" in outcome.err
+        assert "live/_inputs.jsonl: this file was not written by a producer" in outcome.err

@@ -53,7 +53,7 @@ def options(verb: str) -> set[str]:
         ("preprocess --output_prefix x", "unknown option --output_prefix; did you mean --output-prefix?"),
         ("preprocess --Seq-Length=8", "unknown option --Seq-Length; did you mean --seq-length?"),
         ("preprocess --qqq", "unknown option --qqq"),
-        ("preprocess --json-keys text", "name the field that holds the turns with --fields messages=NAME"),
+        ("preprocess --json-keys text", "set the name of the field with the turns: --fields messages=NAME"),
         ("preprocess --turns whole", "choose what happens to removed reasoning with --earlier-reasoning"),
         ("preprocess --partitions 4", "write several shards with --output-shards N"),
         ("produce --partitions 4", "--tokens-per-shard N sets the size of a shard"),
@@ -63,7 +63,7 @@ def options(verb: str) -> set[str]:
         ("preprocess --merge-file m", "with --tokenizer PATH"),
         ("preprocess --tokenizer-type SFTTokenizer", "argument --tokenizer-type: 'SFTTokenizer': leave it out; "),
         ("preprocess --tokenizer-type=GPT2BPETokenizer", "its chat template decide"),
-        ("preprocess --split-sentences", "leave it out; text is tokenized as it is"),
+        ("preprocess --split-sentences", "leave it out; text is tokenised unchanged"),
         ("preprocess --dataset-impl mmap", "leave it out; there is one format"),
         ("preprocess --lang english", "leave it out"),
         ("preprocess --find-optimal-num-workers", "leave it out, or set the number of processes with --workers N"),
@@ -74,18 +74,18 @@ def options(verb: str) -> set[str]:
         ("pack x --capacity 8", "with --seq-length N"),
         ("rebuild x --eos-id 8", "pass the id with --eod-id"),
         ("pack x --allow-loss", "--lossy leaves out what the result has no place for"),
-        ("rebuild --input x", "give it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
-        ("rebuild --input-prefix x", "give it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
-        ("merge --input x --output-prefix y", "give it without a flag, as in megatron-sft-idx merge SOURCE..."),
-        ("convert x --output y --to npy", "give it without a flag, as in megatron-sft-idx convert SRC... DST"),
-        ("preprocess --resume", "give the same command again; it continues what was interrupted"),
+        ("rebuild --input x", "pass it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
+        ("rebuild --input-prefix x", "pass it without a flag, as in megatron-sft-idx rebuild PREFIX..."),
+        ("merge --input x --output-prefix y", "pass it without a flag, as in megatron-sft-idx merge SOURCE..."),
+        ("convert x --output y --to npy", "pass it without a flag, as in megatron-sft-idx convert SRC... DST"),
+        ("preprocess --resume", "run the same command again; it continues the interrupted run"),
         ("preprocess --packing sequental", "argument --packing: 'sequental', choose one of auto, "),
         ("preprocess --packing sequental", "; did you mean sequential?"),
         ("convert x y --to parket", "; did you mean parquet?"),
         ("preprocess", "the following arguments are required: --input, --tokenizer/--tokenizer-model, --seq-length"),
         ("preprocess a --input b --tokenizer t --seq-length 8", "unexpected argument 'a'; pass input with --input"),
-        ("inspect a b c", "unexpected argument 'b'; quote a value that has blanks"),
-        ("inspect x --find -foo", "unknown option -foo; if it is the value, write --find=-foo"),
+        ("inspect a b c", "unexpected argument 'b'; quote a value that contains spaces"),
+        ("inspect x --find -foo", "unknown option -foo; if -foo is the value of --find, write --find=-foo"),
         ("preprocess --no-overwrite", "unknown option --no-overwrite; did you mean --overwrite?"),
         ("split x", "the following arguments are required: --output-prefix"),
         ("split x --output-prefix y", "one of the arguments --packs --nbytes --shards is required"),
@@ -99,23 +99,23 @@ def test_what_was_meant_is_said(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("preproces --input x", "unknown verb 'preproces'; did you mean preprocess?"),
-        ("tokenize", "unknown verb 'tokenize'; did you mean preprocess?"),
-        ("rebuild_index --input x", "unknown verb 'rebuild_index'; did you mean rebuild?"),
+        ("preproces --input x", "unknown command 'preproces'; did you mean preprocess?"),
+        ("tokenize", "unknown command 'tokenize'; did you mean preprocess?"),
+        ("rebuild_index --input x", "unknown command 'rebuild_index'; did you mean rebuild?"),
         ("merge-datasets", "did you mean merge?"),
-        ("xyzzy", "unknown verb 'xyzzy', choose one of preprocess, pack, "),
-        ("--input x preprocess", "unknown option --input: options come after a verb"),
-        ("--config run.yaml preprocess", "unknown option --config: options come after a verb"),
+        ("xyzzy", "unknown command 'xyzzy', choose one of preprocess, pack, "),
+        ("--input x preprocess", "unknown option --input: options must come after the command"),
+        ("--config run.yaml preprocess", "unknown option --config: options must come after the command"),
         ("--verison", "unknown option --verison; did you mean --version?"),
-        ("", "the following arguments are required: <verb>"),
+        ("", "the following arguments are required: <command>"),
     ],
 )
 def test_the_program_itself_says_what_was_meant(line: str, said: str) -> None:
     refused = command(*line.split())
     usage, more, error = refused.err.splitlines()
     assert (refused.code, refused.out) == (2, "")
-    assert usage == "usage: megatron-sft-idx <verb> [options]"
-    assert more == "       megatron-sft-idx --help lists all verbs"
+    assert usage == "usage: megatron-sft-idx <command> [options]"
+    assert more == "       megatron-sft-idx --help lists all commands"
     assert error.startswith("megatron-sft-idx: error: ")
     assert said in error
 
@@ -152,7 +152,7 @@ def test_a_typo_is_told_and_never_completed(verb: str) -> None:
         for typed in sorted(wrong - every)[:3]:
             if typed[2:] not in arguments:
                 said = complaint(verb, f"{typed}=x")
-                assert "did you mean" in said or "give it without a flag" in said, (typed, said)
+                assert "did you mean" in said or "pass it without a flag" in said, (typed, said)
         assert option[:-1] in every or complaint(verb, option[:-1]).startswith(f"unknown option {option[:-1]}")
 
 

@@ -262,7 +262,7 @@ def test_weights_whose_product_would_become_0_are_refused(tmp_path: Path) -> Non
     with pytest.raises(SequenceError, match="whose product float32 rounds to 0"):
         package.preprocess([tiny], **given)
     source = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "loss_weights": [0, 1e-30]}])
-    with pytest.raises(FormatError, match="--loss-weight: float32 rounds"):
+    with pytest.raises(FormatError, match="--loss-weight: a weight times"):
         package.preprocess(source, loss_weight={"a.jsonl": 1e-30}, **given)
 
 

@@ -127,7 +127,7 @@ def test_another_shard_is_replaced_only_when_told(
 def test_a_stock_dataset_at_the_prefix_is_not_touched(s3: Any, bucket: str, shard: str) -> None:
     s3.put_object(Bucket=bucket, Key="x.bin", Body=b"somebody's")
     with pytest.raises(
-        FormatError, match=r"x\.bin: an object of 10 bytes that is of no SFT shard is here, and is never replaced"
+        FormatError, match=r"x\.bin: an object of 10 bytes exists here that does not belong to an SFT shard"
     ):
         copy_shard(shard, f"s3://{bucket}/x")
     assert keys(s3, bucket) == {"x.bin"}
@@ -183,5 +183,5 @@ def test_msc_reaches_the_same_bucket(
     assert copy_shard(large, "msc://swift/m/large").nbytes_sent == 0
     # What one way wrote, the other knows.
     assert copy_shard(large, f"s3://{bucket}/m/large").nbytes_sent == 0
-    with pytest.raises(FormatError, match="another shard is here"):
+    with pytest.raises(FormatError, match="another shard already exists"):
         copy_shard(write_shard(tmp_path / "other", 3, 3), "msc://swift/m/large")

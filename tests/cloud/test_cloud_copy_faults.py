@@ -76,7 +76,7 @@ def test_an_object_server_that_stays_down_fails_the_upload_in_time(
     code, said = ended(process)
     assert code == 1
     assert f"s3://{bucket}/x.bin: could not be written" in said
-    assert "goes on where this one stopped" in said
+    assert "continues where this one stopped" in said
     swift.start("object")
     assert_no_shard(s3, bucket)
     code, said = run("copy", large, f"s3://{bucket}/x")
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_not_uploaded(s3: Any, bucket: str, small: str, large:
         good = path.read_bytes()
         path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         try:
-            with pytest.raises(CorruptShardError, match=r"\.bin: byte 0: its bytes are not the .* \(rule F3\)"):
+            with pytest.raises(CorruptShardError, match=r"\.bin: byte 0: its content does not match .* \(rule F3\)"):
                 copy_shard(shard, f"s3://{bucket}/x")
         finally:
             path.write_bytes(good)
@@ -212,8 +212,8 @@ def test_wrong_keys_and_missing_buckets_are_said_without_the_keys(
         ("wrong secret key", (small, f"s3://{bucket}/x"), wrong, "access denied"),
         ("wrong secret key", (f"s3://{bucket}/x", back), wrong, "access denied"),
         ("unknown access key", (small, f"s3://{bucket}/x"), unknown, "access denied"),
-        ("missing bucket", (small, "s3://there-is-none/x"), {}, "there is no such bucket"),
-        ("missing bucket", ("s3://there-is-none/x", back), {}, "there is no such bucket"),
+        ("missing bucket", (small, "s3://there-is-none/x"), {}, "no such bucket"),
+        ("missing bucket", ("s3://there-is-none/x", back), {}, "no such bucket"),
         ("missing shard", (f"s3://{bucket}/none", back), {}, "no shard here, missing"),
     ]:
         code, said = run("copy", *arguments, **environment, SFT_IDX_STORAGE_SECONDS="5", AWS_MAX_ATTEMPTS="1")
@@ -231,7 +231,7 @@ def test_a_store_that_cannot_be_reached_is_given_up_in_time(
     code, said = run(
         "copy", small, f"s3://{bucket}/x", AWS_ENDPOINT_URL="http://127.0.0.1:9", SFT_IDX_STORAGE_SECONDS="2"
     )
-    assert (code, "is the store up, and the endpoint right?" in said) == (1, True), said
+    assert (code, "check that the store is running, and that the endpoint is right" in said) == (1, True), said
     faults.count("store not there", "refused")
 
 

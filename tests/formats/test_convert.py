@@ -313,20 +313,20 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = ConvertOptions(overwrite=True)
     for target in ("x", "x.bin", "./x", "link/x"):
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
     # Another format has other names, which may be those of the source's files.
     for suffix in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"):
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/link/x{suffix}", "npy", options)
         os.link(tmp_path / f"x{suffix}", tmp_path / "hard")
-        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+        with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/hard", "npy", options)
         (tmp_path / "hard").unlink()
-    with pytest.raises(FormatError, match=r"the source .* lies in this folder, which would be replaced"):
+    with pytest.raises(FormatError, match=r"this folder would be replaced, and contains the source"):
         convert(str(tmp_path / "x"), str(tmp_path), "memmap", options)
     source = numpy_file(tmp_path / "folder.npy", [], [])
-    with pytest.raises(FormatError, match="exists already"):
+    with pytest.raises(FormatError, match="already exists"):
         convert(str(tmp_path / "x"), source, "npy")
     assert five_files(tmp_path / "x") == before
 
@@ -337,7 +337,7 @@ def test_the_masks_of_a_stock_dataset_are_never_written_over(tmp_path: Path) -> 
     for suffix in (".bin", ".idx"):
         (tmp_path / f"stock{suffix}").write_bytes((tmp_path / f"x{suffix}").read_bytes())
     options = ConvertOptions(overwrite=True, reader={"mask_path": tmp_path / "x"})
-    with pytest.raises(FormatError, match=r"is both the destination and --mask-path"):
+    with pytest.raises(FormatError, match=r"used as both the destination and --mask-path"):
         convert(str(tmp_path / "stock"), str(tmp_path / "x"), "sft-idx", options)
     assert five_files(tmp_path / "x") == before
 
@@ -415,13 +415,13 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[0] == f"read {source} as npy"
     assert lines[1].startswith("note: the file does not say its capacity")
     assert re.fullmatch(r"wrote .*y as sft-idx: 6 packs, \d+ sequences, \d+ tokens, .* capacity \d+", lines[-2])
-    assert lines[-1] == "read again and compared: the same"
+    assert lines[-1] == "read back and compared: equal"
     assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
     assert "verifying: 6 packs" in shown.err
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx"]) == 0
     assert "found " in capsys.readouterr().out
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--overwrite", "--no-verify"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "not read again, as --no-verify says"
+    assert capsys.readouterr().out.splitlines()[-1] == "not read back, because of --no-verify"
     with pytest.raises(SystemExit) as caught:
         main(["convert", source, f"{tmp_path}/z", "--to", "sft-idx", "--row-group-size", "5"])
     assert caught.value.code == 2
@@ -561,9 +561,9 @@ def test_a_file_without_padding_takes_the_summary_of_the_old_one_away(tmp_path: 
     # Nor does a new file come to stand beside the summary of one that is gone.
     target.unlink()
     summary.write_bytes(said)
-    with pytest.raises(FormatError, match=r"y\.parquet\.json: exists already"):
+    with pytest.raises(FormatError, match=r"y\.parquet\.json: already exists"):
         convert(str(tmp_path / "x"), str(target), "parquet")
-    with pytest.raises(FormatError, match=r"y\.parquet\.json: exists already"):
+    with pytest.raises(FormatError, match=r"y\.parquet\.json: already exists"):
         convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(1)))
     assert not target.exists()
     assert summary.read_bytes() == said
@@ -571,7 +571,7 @@ def test_a_file_without_padding_takes_the_summary_of_the_old_one_away(tmp_path: 
 
 def test_a_name_with_no_room_for_that_of_its_folder_is_refused(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    with pytest.raises(FormatError, match="a name of more than 255 bytes; choose a shorter one"):
+    with pytest.raises(FormatError, match="longer than 255 bytes, the maximum for one name; choose a shorter one"):
         convert(str(tmp_path / "x"), str(tmp_path / ("y" * 247)), "parquet")
     convert(str(tmp_path / "x"), str(tmp_path / ("y" * 246)), "parquet")
     assert len(open_dataset(tmp_path / ("y" * 246))) == len(demo_samples())
@@ -588,7 +588,7 @@ def test_a_file_that_cannot_be_published_takes_its_summary_back(
         PackedWriter.publish(writer)
 
     monkeypatch.setattr(parquet.Writer, "publish", finish)
-    with pytest.raises(FormatError, match="something else has appeared"):
+    with pytest.raises(FormatError, match="something else was written here"):
         convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(2, 1)))
     assert target.read_text() == "of somebody who came meanwhile"
     assert [path.name for path in tmp_path.glob("*y.parquet*")] == ["y.parquet"]

@@ -120,7 +120,7 @@ PACKS = [Sample([1, 2, 3], [0, 1, 1], [0, 1]), Sample([4], [0], [0]), Sample([5,
         ("pack_lengths", [3, -1, 4], SequenceError, "x:11: it has -1 tokens"),
         ("pack_lengths", [2**63 - 1, 1, 2], SequenceError, "x:10: it has 9223372036854775807 tokens"),
         ("pack_lengths", [3, 1, 1], FormatError, "should have 5 ids"),
-        ("pack_lengths", [3, 3], FormatError, "2 pack lengths and 3 sequence counts"),
+        ("pack_lengths", [3, 3], FormatError, "2 pack lengths, but 3 sequence counts"),
         ("pack_lengths", [[3, 1, 2]], FormatError, "has shape"),
         ("pack_lengths", [3.0, 1, 2], FormatError, "expected integers"),
         ("pack_sequences", [2, 0, 2], SequenceError, "x:11: no sequence starts, the first must be 0 .rule P2"),
@@ -166,7 +166,7 @@ def test_dtypes_are_kept_or_those_asked_for() -> None:
 
 def test_columns_of_a_pack_are_equally_long() -> None:
     require_same_length("x", 3, input_ids=2, loss_mask=2)
-    with pytest.raises(SequenceError, match="x:3: 2 in input_ids, 3 in loss_mask; they have one entry a token each"):
+    with pytest.raises(SequenceError, match="x:3: 2 in input_ids, 3 in loss_mask; each must have one value per token"):
         require_same_length("x", 3, input_ids=2, loss_mask=3)
 
 

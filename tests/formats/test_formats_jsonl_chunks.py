@@ -352,7 +352,9 @@ def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
         write_packs(Writer, tmp_path / "x", packs[:2], overwrite=True)
         assert folder_of(tmp_path / "x") == ["chunk_00000.jsonl"]
     else:
-        with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of {len(content)} bytes"):
+        with pytest.raises(
+            FormatError, match=f"x: expected .*, found {re.escape(name)}, a file of {len(content)} bytes"
+        ):
             Writer(tmp_path / "x", spec_of(packs), overwrite=True)
         assert (tmp_path / "x" / name).read_bytes() == content
 

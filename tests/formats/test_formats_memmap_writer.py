@@ -205,7 +205,9 @@ def test_a_folder_with_files_of_others_is_kept(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "mine").write_text("notes")
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match=r"x: holds mine, a file of 5 bytes that begins with b'notes'"):
+        with pytest.raises(
+            FormatError, match=r"x: expected a folder .*, found mine, a file of 5 bytes that begins with b'notes'"
+        ):
             write_good(tmp_path / "x", overwrite=overwrite)
     (tmp_path / "y").mkdir()
     with MemmapShardWriter(tmp_path / "y", 1, 4, 2) as late:
@@ -227,11 +229,11 @@ def test_a_folder_of_the_format_may_be_replaced(tmp_path: Path) -> None:
     # An array that the manifest does not speak of is another's, and without a manifest so are all.
     for name in ("embeddings.npy", "grade.col.npy"):
         np.save(tmp_path / "x" / name, np.ones(3))
-        with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of"):
+        with pytest.raises(FormatError, match=f"x: expected .*, found {re.escape(name)}, a file of"):
             write_good(tmp_path / "x", overwrite=True)
         (tmp_path / "x" / name).unlink()
     (tmp_path / "x" / "manifest.json").unlink()
-    with pytest.raises(FormatError, match=r"x: holds input_ids\.npy, a file of"):
+    with pytest.raises(FormatError, match=r"x: expected .*, found input_ids\.npy, a file of"):
         write_good(tmp_path / "x", overwrite=True)
 
 

@@ -98,7 +98,7 @@ def test_the_first_row_that_differs_is_named(tmp_path: Path, monkeypatch: pytest
     found = compare_shards(Shard(tmp_path / "x"), Shard(tmp_path / "y"))
     rows = len(values)
     assert found.columns["p"] == f"2 rows of {rows} differ, the first is 3: [0.0, 0.0] here, [1.0, 1.0] there"
-    assert found.columns["q"] == "the same values, other metadata"
+    assert found.columns["q"] == "same values, different metadata"
     write_columned(tmp_path / "z", PACKS[:-1], {})
     write_column(tmp_path / "z", "p", values[: Shard(tmp_path / "z").header.num_sequences], per="sequence")
     assert "rows here" in compare_shards(Shard(tmp_path / "x"), Shard(tmp_path / "z")).columns["p"]

@@ -202,7 +202,7 @@ def test_a_shard_that_names_no_tokenizer_takes_any(tmp_path: Path) -> None:
     outcome = command("inspect", tmp_path / "x", "--pack", 0, "--tokenizer", TOKENIZER)
     assert outcome.code == 0
     assert "hel" in outcome.out
-    assert "does not say which tokenizer" in outcome.err
+    assert "does not record which tokenizer" in outcome.err
 
 
 def test_what_cannot_be_asked(chats: Path, tmp_path: Path) -> None:
@@ -290,7 +290,10 @@ def test_the_only_shard_of_a_folder_or_glob_is_taken(chats: Path, tmp_path: Path
         write_samples(tmp_path / name, demo_samples())
     outcome = command("inspect", tmp_path)
     assert outcome.code == 1
-    assert f"{tmp_path}: 7 shards are here, one is inspected at a time; name it: {tmp_path}/a, " in outcome.err
+    assert (
+        f"{tmp_path}: 7 shards found, but only one can be inspected at a time; pass one of: {tmp_path}/a, "
+        in outcome.err
+    )
     (tmp_path / "b").mkdir()  # a folder beside the shard of its name
     assert command("inspect", tmp_path / "b").code == 0
 

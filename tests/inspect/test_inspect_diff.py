@@ -70,7 +70,7 @@ def test_one_changed_mask_bit_is_found_and_named(
     ]
     outcome = command("inspect", tmp_path / "here", "--diff", tmp_path / "there")
     assert outcome.code == 1
-    assert "one was changed after it was written" in outcome.out
+    assert "one of them was changed after it was written" in outcome.out
     assert f"pack {pack}, sequence {sequence}, token {at - packs[pack].starts[sequence]} (position {at}" in outcome.out
 
 
@@ -144,7 +144,7 @@ def test_the_same_sequences_packed_otherwise_are_recognised(tmp_path: Path) -> N
     assert found.sequences is not None
     assert found.sequences.same
     assert found.sequences.shared == sum(len(pack.starts) for pack in here)
-    assert "packed otherwise" in command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "packed differently" in command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
     assert found.to_dict()["sequences"]["other_mask"] == 0
 
 
@@ -179,7 +179,7 @@ def test_packs_in_another_order_are_recognised_though_their_shapes_are_the_same(
     assert (found.reshaped, found.tokens > 5) == (0, True)
     assert found.sequences.same
     text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
-    assert "both hold the same 60 sequences, packed otherwise" in text
+    assert "both contain the same 60 sequences, packed differently" in text
     assert "was changed after it was written" not in text
 
 
@@ -190,10 +190,10 @@ def test_a_pack_that_was_put_in_is_named(tmp_path: Path) -> None:
     assert (found.shared, found.only_here, found.only_there) == (18, 0, 1)
     assert (found.first_here, found.first_there) == ([], [(4, 0)])
     text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
-    assert "  pack 4, sequence 0 there: not here like this\n" in text
+    assert "  pack 4, sequence 0 there: no equal sequence here\n" in text
     compared(tmp_path, packs, [*packs[:4], packs[1], *packs[4:]])
     text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
-    assert "18 in both, 0 in both with other masks, 0 only here, 2 only there\n" in text
+    assert "18 in both, 0 in both with different masks, 0 only here, 2 only there\n" in text
 
 
 def test_a_changed_id_in_a_shard_written_anew_is_no_damage(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_changed_id_in_a_shard_written_anew_is_no_damage(tmp_path: Path) -> No
     assert (found.tokens, found.first[0].pack, list(found.header)) == (1, 4, ["shard id"])
     text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
     assert "was changed after it was written" not in text
-    assert "1 pack differs: 0 mask values and 1 id in packs of equal boundaries" in text
+    assert "1 pack differs: 0 mask values and 1 id in packs with the same boundaries" in text
 
 
 def test_packs_that_only_one_has(tmp_path: Path) -> None:

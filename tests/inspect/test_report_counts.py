@@ -220,7 +220,7 @@ def test_packs_larger_than_the_header_says_are_an_error(tmp_path: Path, name: st
     write_samples(tmp_path / "x", [sample_of([3, 4], lambda p: 1, lambda p: p)])
     path = tmp_path / "x.seq.idx"
     path.write_bytes(set_fields(path.read_bytes(), **{name: value}))
-    with pytest.raises(FormatError, match=rf"{name} {value} in the header, {value + 1} by the data \(rule H9\)"):
+    with pytest.raises(FormatError, match=rf"{name} is {value} in the header, but {value + 1} in the data \(rule H9\)"):
         survey_shard(Shard(tmp_path / "x"))
 
 

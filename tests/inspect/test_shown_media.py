@@ -206,7 +206,7 @@ def test_other_images_are_a_difference(tmp_path: Path) -> None:
     write_media(tmp_path / "z", samples)
     found = command("inspect", tmp_path / "x", "--diff", tmp_path / "y")
     assert found.code == 1
-    assert f"images and audio: 1 pack of the same number differs, the first is pack {at}: " in found.out
+    assert f"images and audio: 1 pack with the same number differs, the first is pack {at}: " in found.out
     same = compare_shards(Shard(tmp_path / "x"), Shard(tmp_path / "z"))
     assert same.same
     assert same.media == ""

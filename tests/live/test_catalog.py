@@ -197,7 +197,7 @@ def test_deep_nesting_is_refused(catalog):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(os.mkfifo, "neither a file nor a folder, expected a file"), (os.mkdir, "a folder is here")]
+    ("make", "words"), [(os.mkfifo, "expected a file, found something that is neither"), (os.mkdir, "a folder is here")]
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make, words):
     make(Path(catalog.folder, "_END.json"))

@@ -80,7 +80,7 @@ def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> No
             said = second.communicate(timeout=PATIENCE)[0]
         assert second.returncode == 0, said[-6000:]
         assert producer.wait(PATIENCE) == 0
-    (going_on,) = re.findall(r"going on from \S+iter_(\d+): (\d+) steps are done", said)
+    (going_on,) = re.findall(r"resuming from \S+iter_(\d+), after (\d+) steps", said)
     saved = int(going_on[1])
     assert int(going_on[0]) == saved > 0
     assert "the data ended after step" in said

@@ -50,21 +50,21 @@ def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
 @pytest.mark.parametrize(
     ("more", "steps", "why"),
     [
-        ([], None, "nobody knows yet how much data will come; give --train-iters"),
-        (["--split", "98,1,1"], 5, "leave --split out: what will come cannot be split"),
-        (["--repack"], 5, "leave --repack out: packs are planned over all sequences"),
-        (["--balance-attention"], 5, "leave --balance-attention out"),
-        (["--eval-iters", "2"], 5, "leave --eval-iters out"),
-        (["--data-cache-path", "cache"], 5, "leave --data-cache-path out"),
-        (["--data-path", "0.5", "live:a", "0.5", "live:b"], 5, "a blend needs to know how much there is of each part"),
-        (["--live-window", "-1"], 5, "--live-window -1, expected 0 or more"),
-        (["--end-after", "nan"], 5, "--end-after nan, expected 0 or more"),
-        (["--consumers", "0"], 5, "--consumers 0, expected 1 or more"),
-        (["--num-chunks", "-1"], 5, "--num-chunks -1, expected 0 or more"),
-        (["--samples-per-chunk", "-5"], 5, "--samples-per-chunk -5, expected 1 or more"),
-        (["--max-sequences-per-pack", "0"], 5, "--max-sequences-per-pack 0, expected 1 or more"),
+        ([], None, "the amount of live data is unknown; pass --train-iters"),
+        (["--split", "98,1,1"], 5, "leave out --split: live data cannot be split"),
+        (["--repack"], 5, "leave out --repack: packs are planned over all sequences"),
+        (["--balance-attention"], 5, "leave out --balance-attention"),
+        (["--eval-iters", "2"], 5, "leave out --eval-iters"),
+        (["--data-cache-path", "cache"], 5, "leave out --data-cache-path"),
+        (["--data-path", "0.5", "live:a", "0.5", "live:b"], 5, "a blend needs the amount of data in each part"),
+        (["--live-window", "-1"], 5, "--live-window -1: expected 0 or more"),
+        (["--end-after", "nan"], 5, "--end-after nan: expected 0 or more"),
+        (["--consumers", "0"], 5, "--consumers 0: expected 1 or more"),
+        (["--num-chunks", "-1"], 5, "--num-chunks -1: expected 0 or more"),
+        (["--samples-per-chunk", "-5"], 5, "--samples-per-chunk -5: expected 1 or more"),
+        (["--max-sequences-per-pack", "0"], 5, "--max-sequences-per-pack 0: expected 1 or more"),
         (["--data-path", "live:s3://bucket/a"], 5, "s3://bucket/a: live data needs files on a local disk"),
-        (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer too"),
+        (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats, which also need --tokenizer"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -122,9 +122,9 @@ def test_a_run_without_checkpoints_is_told_that_it_acknowledges_nothing(
 ) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
     run(script, options(folder, *PACKS, "--save", tmp_path / "checkpoints", steps=1))
-    assert "no --save" not in caplog.text
+    assert "without --save" not in caplog.text
     run(script, options(folder, *PACKS, "--consumer", "other", steps=1))
-    assert f"{folder}: no --save: a run without checkpoints acknowledges nothing" in caplog.text
+    assert f"{folder}: without --save, the run acknowledges nothing" in caplog.text
 
 
 def test_a_run_from_the_beginning_takes_back_what_is_complete(script: ModuleType, tmp_path: Path) -> None:
@@ -139,16 +139,16 @@ def test_a_run_from_the_beginning_takes_back_what_is_complete(script: ModuleType
 def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
     live = script.open_live(script.parse_arguments(options(folder, *PACKS)))
-    with live, pytest.raises(FormatError, match="the checkpoint does not say where its run was in live data"):
+    with live, pytest.raises(FormatError, match="the checkpoint contains no position in live data"):
         live.load_states(None)
 
 
 def test_nothing_comes(script: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_sft_idx.live")
-    with pytest.raises(SFTIndexError, match=r"0.5 s have passed \(--max-wait\) and there is neither"):
+    with pytest.raises(SFTIndexError, match=r"still no _producer.json .* after 0.5 s \(--max-wait\)"):
         run(script, options(tmp_path / "nothing", "--max-wait", 0.5))
     waits = [line for line in caplog.messages if "waits" in line]
-    assert waits == [f"rank 0 waits 0 s for {tmp_path / 'nothing'}: neither a catalog nor chunks are there yet"]
+    assert waits == [f"rank 0 waits 0 s for {tmp_path / 'nothing'}: no catalog and no chunks yet"]
 
 
 def test_a_script_may_have_fewer_options_than_ours(script: ModuleType, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_the_same_command_goes_on_by_itself(
     assert not run(script, same, kill_at=14).losses
     assert f"saved {tmp_path}/checkpoints/iter_0000005" in capsys.readouterr().out
     assert_bitwise(run(script, same).rows, whole.rows[10:])
-    assert f"going on from {tmp_path}/checkpoints/iter_0000005: 5 steps are done" in capsys.readouterr().out
+    assert f"resuming from {tmp_path}/checkpoints/iter_0000005, after 5 steps" in capsys.readouterr().out
     # What is through stays so.
     assert not run(script, same).rows
     assert "the data ended after step 12" in capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_a_fresh_run_behind_another_is_asked_for(script: ModuleType, tmp_path: P
     other = options(folder, *PACKS, "--save", tmp_path / "two")
     for more in ([], ["--load", str(tmp_path / "one"), "--finetune"]):
         with pytest.raises(
-            FormatError, match=r"'train' has acknowledged shards here, and --save .*two holds no checkpoint"
+            FormatError, match=r"'train' has acknowledged shards here, but --save .*two contains no checkpoint"
         ):
             run(script, [*other, *more])
     assert len(run(script, [*other, "--fresh"]).rows) == 4

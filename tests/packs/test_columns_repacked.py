@@ -117,11 +117,11 @@ def test_columns_of_packs_are_lost_only_aloud(tmp_path: Path, capsys: pytest.Cap
     words = ["pack", str(tmp_path / "x"), "--seq-length", "64", "--output-prefix", str(tmp_path / "y")]
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "columns grade, mood: they have a row a pack, and these packs will be others" in said
+    assert "columns grade, mood have one row per pack, so they do not fit the new packs" in said
     assert "--lossy" in said
     assert not list(tmp_path.glob("y.*"))
     assert main([*words, "--lossy", "--summary", str(tmp_path / "summary.json")]) == 0
-    assert "lost            columns grade, mood: they have a row a pack" in capsys.readouterr().out
+    assert "lost            columns grade, mood: one row per pack" in capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["packing"]["lost_columns"] == ["grade", "mood"]
     assert list(Shard(tmp_path / "y").columns) == ["source"]
     assert "lost" not in Shard(tmp_path / "y").header.metadata

@@ -164,7 +164,7 @@ def test_no_item_is_cut_and_the_counts_are_true(tmp_path: Path, seed: int, overl
     assert report.dropped_tokens == sum(lengths) - sum(len(one.ids) for one in expected)
     trained = [sum(map(bool, (value for one in of for value in one.mask))) for of in (sequences, expected)]
     assert report.lost_trained_tokens == trained[0] - trained[1]
-    assert (f"{parted:,} dropped as a cut would part" in report.describe_overlong()) == (parted > 0)
+    assert (f"{parted:,} dropped, because the cut would go" in report.describe_overlong()) == (parted > 0)
 
 
 def test_where_every_sequence_would_be_parted_nothing_is_left(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def test_capacities_and_templates_may_differ_where_that_is_asked_for(tmp_path: P
     assert report.header.capacity == 64
     assert report.header.metadata["tokenizer"] == TOKENIZER["tokenizer"]
     assert "chat_template" not in report.header.metadata
-    assert "chat template: not the same in all shards, as was allowed" in report.notes
-    assert "capacity: not the same in all shards, as was allowed" in report.notes
+    assert "chat template: differs between the shards, as allowed by an option" in report.notes
+    assert "capacity: differs between the shards, as allowed by an option" in report.notes
     assert_holds(Shard(tmp_path / "m"), packs[3:] + packs[:3])
 
 
@@ -157,10 +157,10 @@ def test_what_a_shard_does_not_record_matches_all_and_is_said(tmp_path: Path) ->
     assert report.header.pad_id == 5
     assert report.header.capacity == 64
     assert report.header.metadata | TOKENIZER == report.header.metadata
-    assert f"{a} and 2 more: tokenizer not recorded, taken to be that of {b}" in report.notes
-    assert f"{d}: capacity not recorded, taken to be that of {a}" in report.notes
+    assert f"{a} and 2 more: tokenizer not recorded, assumed to be the same as in {b}" in report.notes
+    assert f"{d}: capacity not recorded, assumed to be the same as in {a}" in report.notes
     (note,) = merged([a, a], tmp_path / "n").notes[:1]
-    assert note == "recorded in none of the shards, so not compared: pad id, tokenizer, chat template"
+    assert note == "not recorded in any shard, so not compared: pad id, tokenizer, chat template"
 
 
 def test_a_rebuilt_source_makes_the_merged_shard_a_rebuilt_one(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_list_of_sources_too_long_for_a_header_names_the_merges_instead(
     header = merged([left, right], tmp_path / "m").header
     ids = [entry["shard_id"] for entry in header.metadata[origin.ORIGIN]]
     assert ids == [read_header(prefix).shard_id.hex() for prefix in (left, right)]
-    with pytest.raises(FormatError, match="5 shards, a header has room for the names of 3; merge some first"):
+    with pytest.raises(FormatError, match="5 shards are too many: a header can list 3; merge groups of them first"):
         merged(sources, tmp_path / "n")
 
 

@@ -93,12 +93,12 @@ def test_a_source_is_never_the_output(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     before = five_files(sources[0])
     for output in (sources[0], str(folder / ".." / "real" / "s0"), str(tmp_path / "link" / "s0"), sources[0] + ".bin"):
-        with pytest.raises(FormatError, match="is both the output and "):
+        with pytest.raises(FormatError, match="used as both the output and "):
             merged(sources, output, overwrite=True)
     with pytest.MonkeyPatch.context() as another_writer:  # ours refuses the name, as its tokens are x.loss.bin
         another_writer.setattr(ShardPaths, "require_own_names", lambda paths: None)
         write_samples(folder / "x.loss", demo_samples(2), capacity=64)
-    with pytest.raises(FormatError, match="is both the output and "):
+    with pytest.raises(FormatError, match="used as both the output and "):
         merged([str(folder / "x.loss")], folder / "x", overwrite=True)
     assert five_files(sources[0]) == before
 

@@ -156,7 +156,7 @@ def test_weights_find_their_files():
     ):
         with pytest.raises(FormatError, match=said):
             file_weights("--weight", {name: weight}, files)
-    with pytest.raises(FormatError, match=r"it has a weight already: raw/a\.jsonl"):
+    with pytest.raises(FormatError, match=r"raw/a\.jsonl already has a weight"):
         file_weights("--weight", {"raw": 2, "raw/a.jsonl": 3}, files)
 
 
@@ -296,7 +296,7 @@ def test_a_run_may_go_on_with_another_selection(changed, tmp_path, monkeypatch):
         assert files_of(tmp_path / f"x{end}") == files_of(tmp_path / f"calm{end}")
     found = preprocess(tmp_path / "x", *other)
     assert found.out.startswith("found ")
-    assert "kept apart by --valid-fraction" in found.out
+    assert "used for validation (--valid-fraction)" in found.out
     assert ".valid\n" in found.out
 
 
@@ -316,7 +316,7 @@ def test_pairs_are_chosen_as_a_whole(tmp_path):
         assert (pairs[:, 1] == np.arange(len(pairs)) % 2).all()
     assert not set(numbers[0][:, 0].tolist()) & set(numbers[1][:, 0].tolist())
     refused = preprocess(tmp_path / "y", "--row-kind", "preference", "--repeat", "*=2", rows=rows)
-    assert (refused.code, "a preference pair is trained on once" in refused.err) == (1, True)
+    assert (refused.code, "a preference pair can be trained on only once" in refused.err) == (1, True)
 
 
 @pytest.mark.parametrize("corpus", [(), ("--keep-corpus",)])
@@ -324,7 +324,7 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
     given = ("--overlong", "split", "--seq-length", 48, *corpus)
     assert preprocess(tmp_path / "x", *given).code == 0
     plain = preprocess(tmp_path / "y", *given, "--overwrite")
-    assert "have no token to train on: inspect names them, --drop-untrained leaves such sequences out" in plain.out
+    assert "have no token to train on: inspect lists them, --drop-untrained leaves such sequences out" in plain.out
     dropped = preprocess(tmp_path / "z", *given, "--drop-untrained")
     assert "warning" not in dropped.out
     shard, whole = Shard(tmp_path / "z"), Shard(tmp_path / "x")
@@ -345,10 +345,10 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
         (("--sample", 1.5), "--sample 1.5: expected a share"),
         (("--sample", "nan"), "--sample nan: expected a share"),
         (("--valid-fraction", -0.1), "--valid-fraction -0.1: expected a share"),
-        (("--valid-fraction", 1), "nothing would be left to train on"),
-        (("--valid-fraction", 1e-9), "no row is left to validate with"),
-        (("--sample", 1e-9), "no row is left to train on"),
-        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus keeps all that is tokenised"),
+        (("--valid-fraction", 1), "leaves no rows for training"),
+        (("--valid-fraction", 1e-9), "is left to validate with"),
+        (("--sample", 1e-9), "is left to train on"),
+        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus stores all sequences"),
         (("--repeat", "other.jsonl=2"), "no input file matches"),
     ],
 )

@@ -43,7 +43,7 @@ def encoder():
 
 @pytest.mark.parametrize("given", [{"x": object()}, {1: 2}, {"x": "\ud800"}])
 def test_variables_that_no_json_holds_are_refused(given):
-    with pytest.raises(FormatError, match="chat_template_kwargs: not what JSON can hold"):
+    with pytest.raises(FormatError, match="chat_template_kwargs: cannot be written as JSON"):
         RowEncoder(EncodingOptions(str(TOKENIZER), template_kwargs=given))
 
 
@@ -220,7 +220,7 @@ def test_a_place_that_is_none(repeated, place):
     said = command("inspect", repeated, "--row", place)
     expected = (
         "a file and a line of it, such as a.jsonl:1",
-        "no input file matches c.jsonl; there are a.jsonl, b.jsonl",
+        "no input file matches c.jsonl; the input files are a.jsonl, b.jsonl",
     )
     assert (said.code, expected[place == "c.jsonl:1"] in said.err) == (1, True), said
 
@@ -237,7 +237,9 @@ def test_a_row_of_more_sequences_than_the_limit_says_so(tmp_path):
     values, files = np.zeros((number, 2), np.uint32), {"files": [{"name": "a"}]}
     write_column(tmp_path / "x", "source", values, per="sequence", metadata=files)
     row = ("inspect", tmp_path / "x", "--row", "a:1", "--limit")
-    assert command(*row, number - 1).out.endswith(f"\nstopped after {number - 1}: --limit says how many\n")
+    assert command(*row, number - 1).out.endswith(
+        f"\nstopped after {number - 1} sequences; raise --limit to see more\n"
+    )
     assert "stopped" not in command(*row, number).out
     assert json.loads(command(*row, 1, "--json").out)["stopped_at_limit"]
 
@@ -319,8 +321,8 @@ def test_weights_of_one_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("given", "code", "message"),
     [
-        (["d.jsonl=2"], 1, "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
-        (["a.jsonl=2", "./a.jsonl=2"], 1, "it has a weight already"),
+        (["d.jsonl=2"], 1, "no input file matches d.jsonl; the input files are a.jsonl, b.jsonl, c.jsonl"),
+        (["a.jsonl=2", "./a.jsonl=2"], 1, "already has a weight"),
         (["a.jsonl=2", "a.jsonl=2"], 2, "a.jsonl is given twice"),
         (["a.jsonl"], 2, "expected FILE=WEIGHT"),
         (["a.jsonl=-1"], 1, "expected FILE=WEIGHT"),
@@ -341,7 +343,10 @@ def test_a_name_that_two_files_have_is_no_name(tmp_path):
     some = [write_rows(tmp_path / folder / "a.jsonl", [ROW]) for folder in ("less", "more")]
     for option in ("--loss-weight", "--repeat"):
         said = preprocess(tmp_path / "x", "--input", *some, option, "a.jsonl=2")
-        assert (said.code, "a.jsonl is any of less/a.jsonl, more/a.jsonl; name one" in said.err) == (1, True), said
+        assert (said.code, "a.jsonl matches several files: less/a.jsonl, more/a.jsonl; use one" in said.err) == (
+            1,
+            True,
+        ), said
     for number, name in enumerate((some[1], "more/a.jsonl", tmp_path / "more")):
         done = preprocess(tmp_path / f"x{number}", "--input", *some, "--loss-weight", f"{name}=2")
         assert done.code == 0, done
@@ -366,7 +371,10 @@ def test_some_sources_are_packed(tmp_path):
         assert (packing["where"], packing["left_out"]) == (["source != b.jsonl"], 30)
     other = ("--where", "source==d.jsonl", "--seq-length", 2048, "--output-prefix", tmp_path / "none")
     refused = command("pack", tmp_path / "x", *other)
-    assert (refused.code, "no input file matches d.jsonl; there are a.jsonl, b.jsonl" in refused.err) == (2, True)
+    assert (refused.code, "no input file matches d.jsonl; the input files are a.jsonl, b.jsonl" in refused.err) == (
+        2,
+        True,
+    )
     refused = weighted(tmp_path, *other)
     assert (refused.code, "no input file matches d.jsonl" in refused.err) == (1, True), refused
 
@@ -382,5 +390,5 @@ def test_the_place_of_the_column_is_taken(tmp_path, suffix):
         *("pack", tmp_path / "x", "--seq-length", 2048, "--output-prefix", tmp_path / "y"),
         *("--summary", tmp_path / "y.source.col"),
     )
-    assert (said.code, "is both" in said.err) == (1, True), said
+    assert (said.code, "used as both" in said.err) == (1, True), said
     assert not list(tmp_path.glob("y*"))

@@ -84,13 +84,15 @@ def test_a_spelling_means_one_file_or_is_refused() -> None:
         ("u.jsonl", 4),
     ):
         assert find_name(spelling, names, "x") == number, spelling
-    with pytest.raises(FormatError, match=r"^x: t\.jsonl is any of a/t\.jsonl, b/t\.jsonl; name one of them$"):
+    with pytest.raises(
+        FormatError, match=r"^x: t\.jsonl matches several files: a/t\.jsonl, b/t\.jsonl; use one of these names$"
+    ):
         find_name("t.jsonl", names, "x")
     for spelling in (
         *("c/t.jsonl", "", "jsonl", "ther.jsonl", "a", "../t.jsonl", "deep/other.jsonl", "c/u.jsonl", "/u.jsonl"),
         *("/data/b/t.jsonl", "s3://bucket/a/t.jsonl"),
     ):
-        with pytest.raises(FormatError, match=r"no input file matches .*; there are a/t\.jsonl, b/t\.jsonl"):
+        with pytest.raises(FormatError, match=r"no input file matches .*; the input files are a/t\.jsonl, b/t\.jsonl"):
             find_name(spelling, names, "x")
 
 
@@ -108,7 +110,9 @@ def test_one_spelling_in_every_verb_and_no_path_in_the_header(tmp_path: Path) ->
     found = command("inspect", tmp_path / "x", "--row", "b/train.jsonl:5", "--json")
     assert len(json.loads(found.out)["sequences"]) == 2
     ambiguous = command("inspect", tmp_path / "x", "--row", "train.jsonl:5")
-    assert (ambiguous.code, "is any of a/train.jsonl, b/train.jsonl" in ambiguous.err) == (1, True), ambiguous
+    assert (ambiguous.code, "matches several files: a/train.jsonl, b/train.jsonl" in ambiguous.err) == (1, True), (
+        ambiguous
+    )
     listed = command("inspect", tmp_path / "x", "--where", "source == b/train.jsonl", "--json")
     assert json.loads(listed.out)["selected"] == 12
     # A split keeps the names, and so does a merge; equal names of other files are numbered.
@@ -121,7 +125,9 @@ def test_one_spelling_in_every_verb_and_no_path_in_the_header(tmp_path: Path) ->
     merge([tmp_path / "one-a", tmp_path / "one-b"], tmp_path / "both", durable=False)
     assert listed_names(Shard(tmp_path / "both").columns["source"].spec) == ["train.jsonl (0)", "train.jsonl (1)"]
     ambiguous = command("inspect", tmp_path / "both", "--where", "source == train.jsonl")
-    assert (ambiguous.code, "is any of train.jsonl (0), train.jsonl (1)" in ambiguous.err) == (2, True), ambiguous
+    assert (ambiguous.code, "matches several files: train.jsonl (0), train.jsonl (1)" in ambiguous.err) == (2, True), (
+        ambiguous
+    )
     listed = command("inspect", tmp_path / "both", "--where", "source == train.jsonl (1)", "--json")
     assert json.loads(listed.out)["selected"] == 6
 
@@ -130,7 +136,7 @@ def test_a_name_that_two_files_have_means_neither() -> None:
     paths = [f"/c/datasets--o--n/snapshots/{letter * 40}/data/t.jsonl" for letter in "ab"]
     names = shortest_names(paths)
     assert len({*names}) == 1
-    with pytest.raises(FormatError, match=r"t\.jsonl is any of"):
+    with pytest.raises(FormatError, match=r"t\.jsonl matches several files: "):
         find_name(names[0], names, "--where")
 
 
@@ -156,11 +162,11 @@ def test_one_spelling_is_one_file_in_all_options_of_a_command(tmp_path: Path, mo
     for option, words in ways.items():
         for spelling in ("a.jsonl", "./a.jsonl"):
             refused = preprocess(tmp_path / "x", *inputs, *words(spelling))
-            said = "a.jsonl is the path of here/a.jsonl, and the name of another input; write the whole path"
+            said = "a.jsonl is the path of here/a.jsonl, and also the name of another input; write the whole path"
             assert (refused.code, option in refused.err, said in refused.err) == (1, True, True), refused
         for spelling in ("old/a.jsonl", "old/here/a.jsonl", "/a.jsonl", tmp_path / "old/a.jsonl", "b.jsonl"):
             refused = preprocess(tmp_path / "x", *inputs, *words(spelling))
-            said = f"no input file matches {spelling}; there are here/a.jsonl, a.jsonl"
+            said = f"no input file matches {spelling}; the input files are here/a.jsonl, a.jsonl"
             assert (refused.code, said in refused.err) == (1, True), refused
         assert not [*tmp_path.glob("x*")]
         for file, spellings in enumerate(
@@ -189,7 +195,7 @@ def test_one_spelling_is_one_file_in_all_options_of_a_command(tmp_path: Path, mo
     for words in (("--row", "old/a.jsonl:1"), ("--where", "source == old/a.jsonl"), ("--row", f"{tmp_path}/a.jsonl:1")):
         refused = command("inspect", tmp_path / "--repeat-0-0", *words)
         assert refused.code in (1, 2)
-        assert "; there are here/a.jsonl, a.jsonl" in refused.err, refused
+        assert "; the input files are here/a.jsonl, a.jsonl" in refused.err, refused
     assert "a.jsonl:1: pack" in command("inspect", tmp_path / "--repeat-0-0", "--row", "a.jsonl:1").out
 
 
@@ -212,7 +218,7 @@ def test_a_folder_is_no_name_of_another_file(tmp_path: Path, monkeypatch: pytest
         write_rows(tmp_path / name, [{"prompt": "a?", "completion": "b."}])
     given = (tmp_path / "x", "--input", "math/a.jsonl", "other/math", "--repeat")
     refused = preprocess(*given, "math=2")
-    said = "math is a folder or glob of the input, and the name of another input; write the whole path"
+    said = "math is a folder or glob of the input, and also the name of another input; write the whole path"
     assert (refused.code, said in refused.err) == (1, True), refused
     assert preprocess(*given, "math/=2", "other/math=3").code == 0
 
@@ -238,11 +244,13 @@ def test_no_name_tells_the_folder_of_data_that_a_program_passes(
     assert made("z", mixed, where=[f"source == {path}"]) == [2]
     monkeypatch.chdir(tmp_path / "raw")
     for more in ({"repeat": {"math": 2}}, {"loss_weight": {"math": 2}}, {"where": ["source == math"]}):
-        with pytest.raises(FormatError, match="math is the path of raw/math, and the name of another input"):
+        with pytest.raises(FormatError, match="math is the path of raw/math, and also the name of another input"):
             made("n", ["math", *mixed[1:]], **more)
     # Where they cannot be told apart, the name means neither.
     paths = ["/math", "/out/x.rows-abcd_123/math"]
     assert told_apart(shortest_names(paths)) == ["math (0)", "math (1)"]
-    with pytest.raises(FormatError, match=r"math is any of math \(0\), math \(1\); name one of them"):
+    with pytest.raises(
+        FormatError, match=r"math matches several files: math \(0\), math \(1\); use one of these names"
+    ):
         find_name("math", told_apart(shortest_names(paths)), "x", paths)
     assert not [*tmp_path.glob("n*")]

@@ -200,7 +200,7 @@ def test_the_heap_does_not_grow_with_packs_or_tokens(
 
 @pytest.mark.parametrize("options", [{}, {"packs": 0}, {"packs": 1, "shards": 1}, {"nbytes": -1}])
 def test_parts_are_given_in_one_way(options: dict[str, int]) -> None:
-    with pytest.raises(FormatError, match="give one of packs, nbytes and shards, 1 or more"):
+    with pytest.raises(FormatError, match="set exactly one of packs, nbytes and shards, to 1 or more"):
         SplitSize(**options)
 
 
@@ -209,7 +209,7 @@ def test_too_many_parts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_samples(tmp_path / "x", demo_samples(6), capacity=64)
     before = folder_of(tmp_path)
     for way in ({"packs": 1}, {"nbytes": 1}, {"shards": 6}):
-        with pytest.raises(FormatError, match="more than 5 parts, five files each; ask for larger ones"):
+        with pytest.raises(FormatError, match="more than 5 parts of five files each; choose larger parts"):
             cut(tmp_path / "x", tmp_path / "p", **way)
     assert folder_of(tmp_path) == before
     assert len(cut(tmp_path / "x", tmp_path / "p", shards=5)) == 5
@@ -233,10 +233,10 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     packs = demo_samples(6)
     name = output_prefix("x", 1, 3)
     write_samples(tmp_path / name, packs, capacity=64)
-    with pytest.raises(FormatError, match="is both the output and "):
+    with pytest.raises(FormatError, match="used as both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
-    with pytest.raises(FormatError, match=r"x-00001-of-00003.*exist already"):
+    with pytest.raises(FormatError, match=r"x-00001-of-00003.*already exist"):
         cut(tmp_path / "y", tmp_path / "x", packs=1)
     prefixes = cut(tmp_path / "y", tmp_path / "x", packs=1, overwrite=True)
     assert_holds(Shard(prefixes[1]), packs[1:2])
@@ -245,7 +245,7 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
 def test_parts_of_another_split_are_not_mixed_with_these(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(6), capacity=64)
     cut(tmp_path / "x", tmp_path / "p", shards=3)
-    with pytest.raises(FormatError, match="part of a split into 3, this one has 2 parts"):
+    with pytest.raises(FormatError, match="belongs to a split into 3 parts, but this split has 2"):
         cut(tmp_path / "x", tmp_path / "p", shards=2, overwrite=True)
 
 

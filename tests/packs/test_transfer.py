@@ -135,7 +135,7 @@ def test_a_copy_of_columns_removes_no_remains_without_overwrite(tmp_path: Path) 
         writer.add_pack([1, 2], [1, 0], [0])
         writer.flush()
         writer.suspend()
-    with pytest.raises(FormatError, match="left by a build that was interrupted"):
+    with pytest.raises(FormatError, match="left by an interrupted build"):
         copy_shard(str(tmp_path / "from"), str(tmp_path / "to"))
     assert (tmp_path / "to.building").exists()
     for _ in range(2):  # the second finds every file right
@@ -157,7 +157,7 @@ def test_a_copy_keeps_no_file_that_another_command_changes(
         return found
 
     monkeypatch.setattr(transfer, "_compare", compare_and_replace)
-    with pytest.raises(FormatError, match=r"another command wrote here meanwhile; run this one again|exist already"):
+    with pytest.raises(FormatError, match=r"another command wrote to this prefix|already exist|exist already"):
         copy_shard(shard, target)
     monkeypatch.undo()
     assert len(Shard(target)) == 3
@@ -222,10 +222,10 @@ def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Pa
     writer = ShardWriter(tmp_path / "there/train")
     writer.add_pack([1, 2], [1, 0], [0])
     writer.flush()
-    with pytest.raises(FormatError, match="another writer is at work"):
+    with pytest.raises(FormatError, match="another process is writing this output"):
         copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)
     writer.suspend()
-    with pytest.raises(FormatError, match="left by a build that was interrupted"):
+    with pytest.raises(FormatError, match="left by an interrupted build"):
         copy_shard(shard, str(tmp_path / "there/train"))
     copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)
     assert names(tmp_path / "there") == {"train" + suffix for suffix in SUFFIXES}
@@ -237,7 +237,7 @@ def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Pa
 def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
     (tmp_path / "store/x.building").write_bytes(claim)
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match="an object that is no claim of an upload is here, and is never replaced"):
+        with pytest.raises(FormatError, match="an object exists here that no upload of this package wrote"):
             copy_shard(shard, f"{store}/x", overwrite=overwrite)
         assert (tmp_path / "store/x.building").read_bytes() == claim
     (tmp_path / "store/x.building").unlink()
@@ -250,7 +250,7 @@ def test_an_upload_whose_last_object_is_gone_again_is_an_error(
 ) -> None:
     create = RemoteStore.create
     monkeypatch.setattr(RemoteStore, "create", lambda *args: not args[1].endswith(".seq.idx") and create(*args))
-    with pytest.raises(FormatError, match=r"x\.seq\.idx: is not what was uploaded a moment ago"):
+    with pytest.raises(FormatError, match=r"x\.seq\.idx: changed since this command uploaded it"):
         copy_shard(shard, f"{store}/x")
     assert not (tmp_path / "store/x.seq.idx").exists()
 
@@ -296,7 +296,7 @@ def test_a_corpus_in_the_way_is_told_before_the_work(shard: str, store: str, tmp
     to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
     refused = preprocess(tmp_path, *to, "--keep-corpus")
     assert (refused.code, refused.out) == (1, "")
-    assert f"{store}/x.unpacked: a finished shard is here, made from something else" in refused.err
+    assert f"{store}/x.unpacked: a complete shard already exists here, and was made differently" in refused.err
     assert names(tmp_path / "staging") == set()
     assert preprocess(tmp_path, *to).code == 0  # writes no corpus
     assert five_files(tmp_path / "store/x.unpacked") == five_files(shard)
@@ -332,7 +332,7 @@ def test_pack_and_merge_write_to_a_store(shard: str, store: str, tmp_path: Path)
 def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -> None:
     outcome = command(*(each.format(url="s3://bucket") for each in arguments))
     assert outcome.code == 2
-    assert "let megatron-sft-idx copy bring the shard from the bucket or to it" in outcome.err
+    assert "transfer the shard from or to the bucket with megatron-sft-idx copy" in outcome.err
 
 
 def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(store: str, tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(st
     failed = preprocess(
         tmp_path, "--output-prefix", f"{store}/x", "--staging", tmp_path / "staging", *arguments
     )  # fmt: skip
-    assert (failed.code, "x-00001-of-00003.bin exist already" in failed.err) == (1, True), failed
+    assert (failed.code, "x-00001-of-00003.bin already exist" in failed.err) == (1, True), failed
     left = re.findall(rf"megatron-sft-idx copy (\S+) {store}/x(-\S+)", failed.err)
     assert [suffix for _, suffix in left] == ["-00001-of-00003", "-00002-of-00003"]
     foreign.unlink()
@@ -373,6 +373,6 @@ def test_a_store_that_is_named_wrongly_is_no_local_folder(
 def test_destinations_that_cannot_be(shard: str, tmp_path: Path) -> None:
     write_samples(tmp_path / "there/train", demo_samples(2))
     two = (shard, tmp_path / "there/train")
-    assert "one prefix for 2 shards; end it with /" in command("copy", *two, tmp_path / "x").err
-    assert "two of the shards are called train" in command("copy", *two, f"{tmp_path}/out/").err
+    assert "a single prefix, but there are 2 shards; end it with /" in command("copy", *two, tmp_path / "x").err
+    assert "two of the shards have the name train" in command("copy", *two, f"{tmp_path}/out/").err
     assert not (tmp_path / "out").exists()

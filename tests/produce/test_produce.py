@@ -139,7 +139,7 @@ def test_the_cursor_of_every_shard_is_behind_it(calm):
 def test_a_complete_catalog_is_found(calm, rows):
     before = shards_of(calm)
     again = make(calm, rows)
-    assert (again.code, "complete already" in again.err, again.out.startswith("found ")) == (0, True, True)
+    assert (again.code, "already complete" in again.err, again.out.startswith("found ")) == (0, True, True)
     assert shards_of(calm) == before
     assert_clean(calm, len(before))
     assert state_of(calm).state == "stopped"
@@ -180,7 +180,7 @@ def test_other_input_is_refused_and_named(calm, rows, tmp_path):
     cut_back(calm, tmp_path / "c", 3)
     text = rows.read_text()
     for changed, said in (
-        (text.replace("e", "i", 1), "is not what the shards so far were made from"),
+        (text.replace("e", "i", 1), "differs from the input that the existing shards were made from"),
         (text + "\n", f"file 1 was {rows} of {len(text.encode()):,} bytes, is "),
     ):
         other = tmp_path / "other.jsonl"
@@ -236,7 +236,7 @@ def test_two_producers_at_a_time_are_one_too_many(rows, tmp_path):
     refused = make(tmp_path, rows)
     assert (
         refused.code,
-        "another producer is at work here now; wait for it, or name another folder" in refused.err,
+        "another producer is writing here; wait for it, or choose another folder" in refused.err,
     ) == (1, True)
     first.kill()
     first.communicate()
@@ -255,7 +255,7 @@ def test_one_that_is_terminated_says_so_and_goes_on_later(calm, rows, tmp_path):
         run.communicate()
     assert (state_of(tmp_path).state, state_of(tmp_path).reason) == ("stopped", "interrupted")
     again = piped(rows, tmp_path, "--on-bad-row", "skip")
-    assert (again.code, "going on behind" in again.err) == (0, True), again.err
+    assert (again.code, "continuing after" in again.err) == (0, True), again.err
     assert shards_of(tmp_path) == shards_of(calm)
 
 
@@ -269,7 +269,7 @@ def test_another_stream_is_refused(rows, calm, tmp_path):
         other.write_text(changed)
         refused = piped(other, tmp_path / "c", "--on-bad-row", "skip")
         assert refused.code == 1
-        assert "is not what the shards so far were made from; give the same input again" in refused.err
+        assert "differs from the input that the existing shards were made from; pass the same input" in refused.err
     other.write_text(rows.read_text())
     assert piped(other, tmp_path / "c", "--on-bad-row", "skip").code == 0
     assert shards_of(tmp_path / "c") == shards_of(calm)
@@ -298,20 +298,20 @@ def test_compressed_data_in_a_pipe_is_named(tmp_path):
 
 def test_input_without_a_row_is_an_error(tmp_path):
     failed = produced(tmp_path / "c", "--input", write_rows(tmp_path / "empty.jsonl", []))
-    assert (failed.code, "no usable row in the input" in failed.err) == (1, True)
+    assert (failed.code, "no row of the input can be used" in failed.err) == (1, True)
 
 
 def test_rows_that_are_all_dropped_make_no_shard(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1] * 40, "loss_mask": [1] * 40}] * 5)
     failed = produced(tmp_path / "c", "--input", rows, "--overlong", "drop", "--seq-length", 32)
-    assert (failed.code, "no usable row" in failed.err) == (1, True)
+    assert (failed.code, "no row of the input can be used" in failed.err) == (1, True)
 
 
 def test_a_folder_of_other_shards_is_refused(tmp_path, rows):
     assert preprocess(tmp_path / "shard-000003", capacity=1024).code == 0
     before = sorted(os.listdir(tmp_path))
     refused = make(tmp_path, rows)
-    assert (refused.code, "no _producer.json that says how they were made" in refused.err) == (1, True)
+    assert (refused.code, "no _producer.json, which records how they were made" in refused.err) == (1, True)
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -329,8 +329,8 @@ def test_a_damaged_cursor_is_named(calm, rows, tmp_path, content):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--input", "-", CHATS), "name it alone"),
-        (("--input", CHATS, "--end-after", 3), "--end-after goes with --watch"),
+        (("--input", "-", CHATS), "remove the other inputs"),
+        (("--input", CHATS, "--end-after", 3), "--end-after needs --watch"),
         (("--input", CHATS, "--watch", "x"), "not allowed with argument"),
         ((), "one of the arguments --input --watch is required"),
         (("--input", CHATS, "--tokens-per-shard", 100), "below --seq-length"),

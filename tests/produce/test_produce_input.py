@@ -80,7 +80,7 @@ def test_a_file_is_whole_when_its_size_has_settled(scene):
     scene.put("a.jsonl")
     assert [scene.next() for _ in range(5)] == [None] * 5
     assert scene.next() == "a.jsonl"
-    assert scene.lines == [f"{scene.folder}/a.jsonl: taken, its size has not changed for 5 s"]
+    assert scene.lines == [f"{scene.folder}/a.jsonl: taken as complete, because its size has not changed for 5 s"]
 
 
 @pytest.mark.parametrize("years", [-30, 30])
@@ -150,7 +150,7 @@ def test_a_file_that_grows_after_it_was_taken_is_an_error(scene):
     pieces: Iterator[object] = next(scene.files)  # type: ignore[assignment]
     next(pieces)
     scene.put("a.jsonl")
-    with pytest.raises(FormatError, match=r"a\.jsonl: had 9 bytes when it was taken, and has 18 bytes"):
+    with pytest.raises(FormatError, match=r"a\.jsonl: had 9 bytes when it was read, and now has 18 bytes"):
         next(pieces)
 
 
@@ -167,7 +167,7 @@ def test_a_file_that_grows_after_it_settled_is_an_error(scene, then, restarted):
     scene.put("a.jsonl")
     if then != "nothing":
         scene.put(then)
-    with pytest.raises(FormatError, match=r"a\.jsonl: had 9 bytes when it was taken, and has 18 bytes.*raise --settle"):
+    with pytest.raises(FormatError, match=r"a\.jsonl: had 9 bytes when it was read, and now has 18.*raise --settle"):
         scene.next()
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_is_gone_is_an_error(scene):
     assert scene.next() == "a.jsonl"
     (scene.folder / "a.jsonl").unlink()
     scene.restart()
-    with pytest.raises(FormatError, match="is not there any more; restore it"):
+    with pytest.raises(FormatError, match="no longer exists; restore it"):
         scene.next()
 
 
@@ -208,7 +208,7 @@ def test_an_empty_file_is_taken_and_gives_nothing(scene):
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(FormatError, match="no such folder to watch"):
+    with pytest.raises(FormatError, match="the folder to watch does not exist"):
         GrowingFolder(str(tmp_path / "x"), 1, TakenFiles(str(tmp_path / "log")), settle=1, end_after=None, log=print)
     with pytest.raises(FormatError, match="copy what appears in the bucket"):
         GrowingFolder("s3://bucket/x", 1, TakenFiles(str(tmp_path / "log")), settle=1, end_after=None, log=print)
@@ -314,7 +314,7 @@ def test_other_content_before_the_position_is_noticed(tmp_path):
     whole = files.rest()
     text = (tmp_path / "3.jsonl").read_text()
     (tmp_path / "3.jsonl").write_text(text.replace("3-1", "3-2", 1))
-    with pytest.raises(FormatError, match="is not what the shards so far were made from"):
+    with pytest.raises(FormatError, match="differs from the input that the existing shards were made from"):
         files.rest(whole[-1][1])
     # What comes behind the position may be anything.
     (tmp_path / "3.jsonl").write_text(text.replace("3-59", "3-60"))

@@ -114,7 +114,7 @@ def test_without_acknowledgements_it_stops_at_the_limit_and_says_why(rows, catal
     run.send_signal(signal.SIGTERM)
     _, err = ended(run, 143)
     assert "2 shards are ahead of training, the first is 0; a shard is completed when a checkpoint" in err
-    assert "0 of 1 consumers have acknowledged anything in " in err
+    assert "only 0 of 1 consumers have acknowledged any shard in " in err
 
 
 def test_a_limit_in_bytes(rows, catalog):
@@ -250,7 +250,7 @@ def test_a_consumer_that_holds_everything_up_is_named(catalog):
 
     state = catalog.producer()
     backpressure = Backpressure(catalog, StateKeeper(catalog, state), None, said)
-    with pytest.raises(SaidError, match="it is not by of-last-week; remove the folder of one that reads no more"):
+    with pytest.raises(SaidError, match="it is not yet completed by of-last-week; if a consumer no longer reads"):
         backpressure.wait_for(1)
 
 

@@ -188,8 +188,8 @@ def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
         assert report.subject.memory_nbytes == mib << 20
         assert len(report.settings[0].rounds) == 1
         text = "\n".join(reading_lines(report, recommend(report)))
-        assert f"under a limit of {mib}.0 MiB" in text
-        assert "NOT FELT: 2.9 MiB at most were read, which the limit has room for: the shard is too small" in text
+        assert f"with a limit of {mib}.0 MiB" in text
+        assert "LIMIT NOT REACHED: at most 2.9 MiB were read, which fit into the limit; use a larger shard" in text
     assert not folder.exists()
 
 
@@ -215,7 +215,7 @@ def test_who_is_interrupted_leaves_neither_processes_nor_a_group(shard: Path, si
     while not any(measured := [one for server in children(process.pid) for one in children(server)]):
         if process.poll() is not None:
             assert limit, "ended by itself"
-            pytest.skip("no control group may be made here")
+            pytest.skip("no permission to make a control group here")
         assert time.monotonic() < end, "no process was started"
         time.sleep(0.01)
     process.send_signal(signum)

@@ -122,8 +122,8 @@ PREPARING: Scenes = {
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
     "a tokenizer without tokenizer.json": lambda: with_only("vocab.json"),
     "is written in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
-    "a finished shard is here": lambda: again("--seed", 1),
-    "holds parts of an interrupted preprocess": lambda: interrupted("--append-eod"),
+    "a complete shard already exists": lambda: again("--seed", 1),
+    "contains parts of an interrupted preprocess": lambda: interrupted("--append-eod"),
     "pip install 'megatron-sft-idx[parquet]'": missing_package,
 }
 

@@ -143,7 +143,7 @@ def test_what_training_says(
         "remove it, and it is made anew": cut_plan,
         "the content is another one": replaced,
         "attention te": no_engine,
-        "nobody knows yet": lambda: refused_option(capsys, "--data-path", "live:data/live"),
+        "the amount of live data is unknown": lambda: refused_option(capsys, "--data-path", "live:data/live"),
         "its run had --seed": another_seed,
         "metadata.json is missing": lambda: torn(capsys),
     }

@@ -88,8 +88,8 @@ def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable
 FILES = {
     "missing": ("in.jsonl", lambda path: None, "no such file"),
     "folder": ("in.jsonl", lambda path: path.mkdir(), "folder"),
-    "empty": ("in.jsonl", lambda path: path.write_bytes(b""), "no usable row"),
-    "empty array": ("in.json", lambda path: path.write_bytes(b"[]"), "no usable row"),
+    "empty": ("in.jsonl", lambda path: path.write_bytes(b""), "no row of the input can be used"),
+    "empty array": ("in.json", lambda path: path.write_bytes(b"[]"), "no row of the input can be used"),
     "line not JSON": ("in.jsonl", lambda path: path.write_bytes(b'{"messages": [}\n'), "in.jsonl:1: "),
     "UTF-16": ("in.jsonl", lambda path: path.write_text(json.dumps(GOOD), "utf-16"), "convert the file to UTF-8"),
     "binary": ("in.jsonl", lambda path: path.write_bytes(bytes(range(256)) * 9), "in.jsonl"),
@@ -166,7 +166,7 @@ def test_bad_template(tmp_path, kind):
 # arguments that are wrong by themselves: exit code 2
 USAGE = {
     "no verb": ((), "verb"),
-    "unknown verb": (("prepare",), "prepare"),
+    "unknown command": (("prepare",), "prepare"),
     "no input": (("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"), "--input"),
     "capacity zero": (("--seq-length", "0"), "--seq-length"),
     "capacity negative": (("--seq-length", "-5"), "--seq-length"),
@@ -186,7 +186,7 @@ USAGE = {
     "date not a date": (("--template-date", "tomorrow"), "tomorrow"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
     "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
-    "summary is a folder": (("--summary", "."), "names a folder, expected the name of a file"),
+    "summary is a folder": (("--summary", "."), "expected the path of a file, found a folder"),
     "unknown option": (("--quick",), "--quick"),
 }
 

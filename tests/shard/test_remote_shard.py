@@ -206,7 +206,7 @@ def test_a_shorter_object_is_not_waited_for(folder: Path, url: str) -> None:
     shard = Shard(f"{url}/x")
     raw = (folder / "x.bin").read_bytes()
     (folder / "x.bin").write_bytes(raw[:-1])
-    with pytest.raises(FormatError, match="replaced since it was opened"):
+    with pytest.raises(FormatError, match="replaced after it was opened"):
         shard[-1]
 
 

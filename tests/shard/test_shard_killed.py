@@ -160,7 +160,7 @@ def test_a_build_killed_halfway_leaves_its_folder_and_no_shard(tmp_path: Path) -
     assert records_of(tmp_path / "x.building" / "packs") == [[len(pack.tokens), len(pack.starts)] for pack in packs]
     ids = [token for pack in packs for token in pack.tokens]
     assert np.fromfile(tmp_path / "x.building" / ".bin", "<i4").tolist() == ids
-    with pytest.raises(FormatError, match=r"interrupted; recover its packs: .* rebuild .*, or pass overwrite"):
+    with pytest.raises(FormatError, match=r"interrupted build. Recover its packs with .* or pass overwrite"):
         ShardWriter(tmp_path / "x")
     write_samples(tmp_path / "x", packs, overwrite=True)
     assert folder_of(tmp_path) == WHOLE
@@ -263,7 +263,7 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
         status = 1
         try:
             for act in (writer.flush, writer.finalize):
-                with pytest.raises(FormatError, match="a fork of it"):
+                with pytest.raises(FormatError, match="a forked process"):
                     act()
             writer.abandon()
             status = 0
@@ -311,7 +311,7 @@ def test_an_unpublished_file_that_went_away_is_told_before_anything_is_renamed(
     unpublished.unlink()
     if replaced:
         unpublished.write_bytes(b"of somebody else")
-    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed or replaced while it was written"):
+    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed or replaced while it was being written"):
         writer.finalize()
     assert tree_of(tmp_path) == before
     assert folder_of(tmp_path) == WHOLE
@@ -332,7 +332,7 @@ def test_a_file_that_was_lost_is_not_taken_from_the_shard_that_is_replaced(
     before = tree_of(tmp_path)
     leave_complete(write_graded(tmp_path / "x", [3, 4], overwrite=True).finalize)
     (tmp_path / "x.building" / suffix).unlink()
-    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed before it got its name.*\(--overwrite\)"):
+    with pytest.raises(FormatError, match=r"x\.building/\S+: this file was removed .*\(--overwrite\)"):
         finish(tmp_path / "x")
     assert before.items() <= tree_of(tmp_path).items()
     assert Shard(tmp_path / "x")[0]["input_ids"].tolist() == [1, 2]
@@ -349,7 +349,7 @@ def test_of_a_complete_shard_that_lost_a_file_nothing_appears(
     leave_complete(write_graded(tmp_path / "x", [1, 2]).finalize)
     (tmp_path / "x.building" / suffix).unlink()
     before = tree_of(tmp_path)
-    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed before it got its name.*\(--overwrite\)"):
+    with pytest.raises(FormatError, match=r"x\.building/\S+: this file was removed .*\(--overwrite\)"):
         finish(tmp_path / "x")
     assert tree_of(tmp_path) == before
     write_graded(tmp_path / "x", [1, 2], overwrite=True).finalize()

@@ -277,7 +277,7 @@ def test_a_stranger_in_the_folder_is_named_and_left_alone(tmp_path: Path, name: 
     for act in ACTS:
         with pytest.raises(FormatError) as refused:
             act(tmp_path / "x")
-        assert str(refused.value).startswith(f"{tmp_path}/x.building: holds {name}, which no build makes")
+        assert str(refused.value).startswith(f"{tmp_path}/x.building: contains {name}, which is not part of a build")
         assert str(refused.value).endswith(": move it away")
     # It stops nobody from reading the shard.
     assert state_of(tmp_path / "x") == "old"
@@ -295,7 +295,7 @@ def test_what_is_in_a_folder_that_says_nothing_is_a_strangers(tmp_path: Path, na
     before = look(tmp_path)
     for act in ACTS:
         with pytest.raises(
-            FormatError, match=f"x.building: holds {name}, which no build makes.*: move the folder away"
+            FormatError, match=f"x.building: contains {name}, which is not part of a build.*: move the folder away"
         ):
             act(tmp_path / "x")
     assert look(tmp_path) == before
@@ -320,7 +320,7 @@ def test_empty_files_of_a_writer_that_was_killed_as_it_began_are_no_strangers(tm
     for name in ("lock", empty, "build.json.tmp"):
         (tmp_path / "x.building" / name).touch()
     if empty == "done.json":  # which is renamed when it is whole
-        with pytest.raises(FormatError, match=r"holds done\.json, which no build makes"):
+        with pytest.raises(FormatError, match=r"contains done\.json, which is not part of a build"):
             ShardWriter(tmp_path / "x")
         return
     write_new(tmp_path / "x")
@@ -333,13 +333,13 @@ DAMAGED = [b"", b"[1]", b"{", b'{"sft-building": 1', b'{"sft-building": 1}}', b'
 DAMAGED += [b'{"sft-building": 1, "a": ' + b"[" * 100_000]
 
 
-_DAMAGED = r"x\.building(/{0}\.json: damaged, so it|: holds {0}\.json, which no build makes)"
+_DAMAGED = r"x\.building(/{0}\.json: damaged, so the|: contains {0}\.json, which is not part of a build)"
 
 
 def follow_remedy(prefix: Path, error: FormatError) -> None:
     """Do what the error says, and build again."""
     if str(error).endswith(": move it away"):  # nothing of it tells that it is ours
-        name = str(error).split(": holds ")[1].split(",")[0]
+        name = str(error).split(": contains ")[1].split(",")[0]
         os.rename(f"{prefix}.building/{name}", prefix.parent / "away")
         if name == "done.json" and not Path(f"{prefix}.seq.idx").exists():  # among the renames
             for path in prefix.parent.glob("x.*[!g]"):
@@ -348,10 +348,8 @@ def follow_remedy(prefix: Path, error: FormatError) -> None:
         assert state_of(prefix) == "new"
         assert folder_of(prefix.parent) == sorted(["away", *WHOLE])
         return
-    said = (
-        f"remove the folder {prefix}.building, and what is at {prefix} unless it is whole; then run the command again"
-    )
-    assert str(error).endswith(said)
+    said = f"remove the folder {prefix}.building and the output {prefix}, unless that is complete; then run the command"
+    assert f"{said} again" in str(error)
     shutil.rmtree(f"{prefix}.building")
     if not Path(f"{prefix}.seq.idx").exists():
         for path in prefix.parent.glob("x.*"):
@@ -450,7 +448,9 @@ def test_a_file_that_is_gone_leaves_everything_as_it_is(tmp_path: Path, name: st
     for act in [ShardWriter, find_remains, recover, rebuild, partial(rebuild, dry_run=True)]:
         with pytest.raises(FormatError) as refused:
             act(tmp_path / "x")
-        said = f"x.building/{name}: was removed before it got its name; run the command that wrote it again, with"
+        said = (
+            f"{name}: this file was removed before it was moved to its final path; run the command that wrote it again"
+        )
         assert said in str(refused.value)
     with Building.take(f"{tmp_path}/x", create=False) as work, pytest.raises(FormatError, match="was removed before"):
         work.finish()
@@ -478,8 +478,8 @@ def test_something_that_has_appeared_leaves_everything_as_it_is(
         with Building.take(f"{tmp_path}/x", create=False) as work, pytest.raises(FormatError) as refused:
             work.finish()
         assert str(refused.value) == (
-            f"{target}: something else has appeared here since the work began, and was left alone; move it away, then"
-            f" run the same command again: all is whole in {tmp_path}/x.building"
+            f"{target}: something else was written here after this command began, and was not replaced; move it away,"
+            f" then run the same command again: the output is complete in {tmp_path}/x.building"
         )
         assert look(tmp_path) == before
     os.rename(target, tmp_path / "away")
@@ -591,7 +591,7 @@ def test_an_output_that_lost_a_file_is_made_again(
                 split_anew(sources, tmp_path)
     Path(f"{output_prefix(str(tmp_path / 'x'), 1, 3)}{BUILDING}/{name}").unlink()
     if is_done:
-        with pytest.raises(FormatError, match=r"was removed before it got its name; .* \(--overwrite\)"):
+        with pytest.raises(FormatError, match=r"was removed before it was moved to its final path; .* \(--overwrite\)"):
             split(sources / "new", tmp_path / "x", SplitSize(shards=3))
         assert found_by_glob(tmp_path) == {"old"}
     split_anew(sources, tmp_path)
@@ -683,7 +683,7 @@ def test_an_error_of_the_disk_among_the_renames_says_what_to_do(
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
         with pytest.raises(OSError, match="No space left on device") as failed:
             writer.finalize()
-    remedy = f"the rest is whole in {tmp_path}/x.building: run the same command again, which finishes it"
+    remedy = f"the rest is complete in {tmp_path}/x.building: run the same command again to finish it"
     assert failed.value.errno == errno.ENOSPC
     assert failed.value.strerror == f"No space left on device; {remedy}"
     assert failed.value.filename == "somewhere"
@@ -720,7 +720,7 @@ def test_an_error_at_any_step_of_finishing_leaves_what_can_be_finished(
             try:
                 work.finish()
             except OSError as error:
-                assert "run the same command again, which finishes it" in str(error)  # noqa: PT017
+                assert "run the same command again to finish it" in str(error)  # noqa: PT017
                 assert work.closed
         if todo[0] >= 0:
             break
@@ -738,7 +738,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
     with Building.take(f"{tmp_path}/x") as first:
         first.begin({"work": "one"})
         for options in ({}, {"create": False}, {"shared": True}, {"wait": 0.3}):
-            with pytest.raises(FormatError, match="x: another writer is at work here now; wait for it"):
+            with pytest.raises(FormatError, match="x: another process is writing this output; wait for it"):
                 Building.take(f"{tmp_path}/x", **options)  # type: ignore[arg-type]
     # Readers keep writers out, and no other reader.
     with (
@@ -782,9 +782,7 @@ def test_a_fork_only_closes_it(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         status = 1
         try:
-            with pytest.raises(
-                FormatError, match=f"process {os.getppid()} and this is a fork of it; let every process"
-            ):
+            with pytest.raises(FormatError, match=f"process {os.getppid()}, and cannot be used in a forked process"):
                 work.require_owner()
             work.discard()
             assert work.closed

@@ -136,7 +136,7 @@ def _sum_of(shard: Shard, index: int) -> int:
     [
         ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen"),
         ({"advice": "willneed"}, "x: advice 'willneed', choose one of normal, sequential, random"),
-        ({"backend": "process"}, "x: backend 'process' was removed, .*: choose pread"),
+        ({"backend": "process"}, "x: backend 'process' was removed, .*; choose pread"),
     ],
 )
 def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: dict[str, Any], message: str) -> None:

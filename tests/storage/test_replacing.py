@@ -99,7 +99,7 @@ def test_only_a_npy_of_packs_is_one(tmp_path: Path, content: str) -> None:
         write_packs(tmp_path / "x.npy", "npy", overwrite=True)
         assert (tmp_path / "x.npy").read_bytes() != before
         return
-    with pytest.raises(FormatError, match=r"x\.npy: holds a file of .*; expected a pickled \.npy of packs"):
+    with pytest.raises(FormatError, match=r"x\.npy: expected a pickled \.npy of packs, found a file of"):
         write_packs(tmp_path / "x.npy", "npy", overwrite=True)
     assert (tmp_path / "x.npy").read_bytes() == before
 
@@ -150,7 +150,10 @@ def test_a_folder_of_folders_is_not_one_of_them(tmp_path: Path) -> None:
         for entry in (tmp_path / name).glob("source-*"):
             entry.unlink()
         before = bytes_below(tmp_path / name)
-        with pytest.raises(FormatError, match=f"{name}: holds a, a folder, which no (folder of|Hugging Face dataset)"):
+        with pytest.raises(
+            FormatError,
+            match=f"{name}: contains a, a folder, which does not belong to a (folder of|Hugging Face dataset)",
+        ):
             write_packs(tmp_path / name, name, overwrite=True)
         assert bytes_below(tmp_path / name) == before
 
@@ -271,7 +274,9 @@ def test_a_document_replaces_only_its_kind(tmp_path: Path, name: str) -> None:
     assert path.read_bytes() == first
     for stranger in (b"notes", b'{"version":1}', b'{"version":2,"shards":4}', b"[]", b'{"name": "site", "version": 1}'):
         path.write_bytes(stranger)
-        with pytest.raises(FormatError, match=f"{path}: holds a file of {len(stranger)} bytes that begins with"):
+        with pytest.raises(
+            FormatError, match=f"{path}: expected .*, found a file of {len(stranger)} bytes that begins with"
+        ):
             write(tmp_path)
         assert path.read_bytes() == stranger
     path.unlink()

@@ -92,7 +92,7 @@ def test_files_and_rows_make_the_bytes_of_the_command(
 
 
 def test_a_set_has_no_order(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="inputs: a set, expected paths, an iterable of rows"):
+    with pytest.raises(FormatError, match="inputs: expected paths, an iterable of rows"):
         preprocess({"a.jsonl", "b.jsonl"}, output_prefix=tmp_path / "x", **USUAL)
 
 
@@ -106,7 +106,7 @@ def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_file(tmp_path: Pa
     assert run_command(tmp_path / "there/x", "--input", tmp_path / "dataset-0").code == 0
     preprocess(saved, output_prefix=tmp_path / "here/x", **USUAL)
     assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
-    with pytest.raises(FormatError, match=r"inputs: a DatasetDict, expected .* one split of a dataset"):
+    with pytest.raises(FormatError, match=r"inputs: expected .* one split of a dataset, .* found DatasetDict"):
         preprocess(datasets.DatasetDict(train=saved), output_prefix=tmp_path / "other", **USUAL)
     streamed = saved.to_iterable_dataset()
     assert streamed_names(preprocess_to(tmp_path / "stream", [streamed, {"more": streamed}])) == ["dataset-0", "more"]
@@ -159,12 +159,12 @@ def test_several_named_tables_are_told_apart(tmp_path: Path) -> None:
     assert streamed_names(preprocess_to(tmp_path / "x", {"one": one, "other": other})) == ["one", "other"]
     assert streamed_names(preprocess_to(tmp_path / "y", [one, other])) == ["dataset-0", "dataset-1"]
     for inputs, reason in (
-        ([{"one": one}, {"one": other}], "two data sets are called 'one'"),
-        ([one, {"dataset-0": other}], "two data sets are called 'dataset-0'"),
-        *(({name: one}, "expected the name of a data set") for name in ("", "a/b", "..", 7, "a\nb", "x" * 201)),
-        ({"one": one, "messages": []}, "put a single row in a list"),
-        ([one, PLAIN[0]], "a dict among inputs"),
-        ([one, "-"], "takes everything from the pipe"),
+        ([{"one": one}, {"one": other}], "two data sets have the name 'one'"),
+        ([one, {"dataset-0": other}], "two data sets have the name 'dataset-0'"),
+        *(({name: one}, "expected a name for a data set") for name in ("", "a/b", "..", 7, "a\nb", "x" * 201)),
+        ({"one": one, "messages": []}, "put a single row into a list"),
+        ([one, PLAIN[0]], "tables or lists of rows, found dict"),
+        ([one, "-"], "reads all input from the pipe"),
     ):
         with pytest.raises(FormatError, match=reason):
             preprocess(inputs, output_prefix=tmp_path / "z", **USUAL)
@@ -199,7 +199,7 @@ def test_the_command_reads_a_pipe(
     assert run_command(tmp_path / "new/x", "--input", "-").code == 0
     assert all_in(tmp_path / "new") == by_command
     refused = run_command(tmp_path / "y", "--input", "-", CHATS)
-    assert (refused.code, "--input - takes everything from the pipe" in refused.err) == (1, True)
+    assert (refused.code, "--input - reads all input from the pipe" in refused.err) == (1, True)
 
 
 def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> None:
@@ -228,18 +228,22 @@ class Splits(dict[str, Any]):
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ({"messages": []}, FormatError, "inputs: a dict, expected paths, an iterable of rows.*single row in a list"),
-        (7, FormatError, "inputs: a int, expected paths"),
-        (Splits(), FormatError, "inputs: a Splits, expected .* one split of a dataset"),
-        ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: is a str, expected a dict"),
+        (
+            {"messages": []},
+            FormatError,
+            "inputs: expected paths, an iterable of rows.*found dict; put a single row into a list",
+        ),
+        (7, FormatError, "inputs: expected paths, .* found int"),
+        (Splits(), FormatError, "inputs: expected .* one split of a dataset, .* found Splits"),
+        ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: expected a dict, found str"),
         ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], SequenceError, "rows:1: .*float"),
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),
-        (np.zeros((2, 3)), SequenceError, "rows:1: .* a ndarray, expected a dict"),
+        (np.zeros((2, 3)), SequenceError, "rows:1: expected a dict, found ndarray"),
         ([], FormatError, "no input"),
         (
             ["chats.jsonl", ROWS[0]],
             FormatError,
-            "inputs: a dict among inputs, expected paths, data sets",
+            "inputs: expected paths, data sets, tables or lists of rows, found dict",
         ),
     ],
 )
@@ -272,7 +276,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"template_date": 5}, "template_date: 5, expected a string"),
         ({"fields": 5}, "fields: 5, expected a dict of strings"),
         ({"chat_template_kwargs": "a"}, "chat_template_kwargs: 'a', expected a dict"),
-        ({"repeat": ["rows=2"]}, "repeat: a list, expected a dict of weights by file"),
+        ({"repeat": ["rows=2"]}, "repeat: a list, expected a dict from file to weight"),
         ({"loss_weight": {"rows.jsonl": "2x"}}, "--loss-weight 'rows.jsonl=2x': expected FILE=WEIGHT"),
         ({"repeat": {"other": 2}}, "--repeat other=2: no input file matches"),
         ({"repeat": {5: 2}}, "--repeat '5=2': expected FILE=WEIGHT"),

@@ -150,7 +150,7 @@ def test_selection_comes_before_conditions(tmp_path: Path) -> None:
         left_out = Shard(f"{tmp_path}/x{shards[0]}").header.metadata["packing"]["left_out"]
         assert left_out == len(everything) - len(found)
     refused = preprocess(tmp_path / "none", *common, "--where", "rank > 1000")
-    assert (refused.code, "no sequence is left to pack, of" in refused.err) == (1, True), refused
+    assert (refused.code, "sequences matches --where" in refused.err) == (1, True), refused
 
 
 def test_pairs_and_verdicts_keep_fields_too(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_pairs_and_verdicts_keep_fields_too(tmp_path: Path) -> None:
     assert {value for one in Shard(tmp_path / "p/y") for value in one["loss_mask"].tolist()} == {0, 1.5}
     # A pair is taken where both are: of none are both the chosen one of pair 0.
     refused = preprocess(tmp_path / "p/z", *preference, "--where", "pair == 0", rows=given)
-    assert (refused.code, "no sequence is left to pack, of 60" in refused.err) == (1, True), refused
+    assert (refused.code, "none of 60 sequences matches" in refused.err) == (1, True), refused
     verdicts = [{**row, "completion": row["chosen"], "label": n % 2 == 0} for n, row in enumerate(given)]
     for row in verdicts:
         row["prompt"] = row["prompt"][0]["content"]
@@ -202,10 +202,10 @@ def test_a_row_that_makes_several_sequences_gives_its_value_to_each(tmp_path: Pa
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (300, "rank is 300, which int8 does not hold: expected a whole number from -128 to 127"),
-        (1.5, "rank is 1.5, which int8 does not hold"),
+        (300, "rank is 300, which does not fit into int8, a whole number from -128 to 127"),
+        (1.5, "rank is 1.5, which does not fit into int8"),
         ("seven", "rank is 'seven', expected a finite number to store as int8"),
-        (None, "the row has no rank, which --keep-field stores"),
+        (None, "the row has no value for rank, which --keep-field stores"),
         ([7], "rank is a list, expected a finite number"),
         ({"a": 1}, "rank is a dict, expected a finite number"),
     ],
@@ -217,7 +217,7 @@ def test_a_value_that_does_not_fit_is_a_bad_row(value: Any, said: str, tmp_path:
     assert (refused.code, f"rows.jsonl:4: {said}" in refused.err) == (1, True), refused
     del given[3]["rank"]
     refused = preprocess(tmp_path / "x", "--keep-field", "rank=int8", rows=given)
-    assert (refused.code, "rows.jsonl:4: the row has no rank" in refused.err) == (1, True), refused
+    assert (refused.code, "rows.jsonl:4: the row has no value for rank" in refused.err) == (1, True), refused
     done = preprocess(tmp_path / "x", "--keep-field", "rank=int8", "--on-bad-row", "skip", rows=given)
     assert done.code == 0, done
     assert sorted(rank for *_, rank in kept(tmp_path / "x", "rank")) == [0, 1, 2, 4, 5]
@@ -263,7 +263,7 @@ def test_a_value_is_stored_as_it_is_or_refused(dtype: str, value: Any) -> None:
     ],
 )
 def test_a_whole_number_is_never_rounded(value: Any, dtype: str, rounded: str) -> None:
-    said = f"which {dtype} does not hold: it would become {rounded}; name another dtype (--keep-field x=DTYPE)"
+    said = f"which does not fit into {dtype}: it would become {rounded}; choose another dtype (--keep-field x=DTYPE)"
     with pytest.raises(RowError) as refused:
         values_of({"x": value}, {"x": dtype})
     assert said in str(refused.value)
@@ -277,7 +277,7 @@ def test_rounding_is_refused_in_files_too(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b", "x": 9007199254740993}\n')
     for name in ("a.csv", "b.jsonl"):
         refused = preprocess(tmp_path / "x", "--input", tmp_path / name, "--keep-field", "x")
-        assert (refused.code, "which float64 does not hold: it would become" in refused.err) == (1, True), refused
+        assert (refused.code, "which does not fit into float64: it would become" in refused.err) == (1, True), refused
     done = preprocess(tmp_path / "x", "--input", tmp_path / "b.jsonl", "--keep-field", "x=int64")
     assert done.code == 0, done
     assert [x for *_, x in kept(tmp_path / "x", "x")] == [2**53 + 1]
@@ -286,15 +286,18 @@ def test_rounding_is_refused_in_files_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ("source", "preprocess has a column of this name"),
-        ("pair=int8", "preprocess has a column of this name"),
-        ("label", "preprocess has a column of this name"),
+        ("source", "preprocess writes a column with this name itself"),
+        ("pair=int8", "preprocess writes a column with this name itself"),
+        ("label", "preprocess writes a column with this name itself"),
         ("loss_mask", "a name is of small letters, digits and _"),
         ("Score", "a name is of small letters, digits and _"),
         ("", "a name is of small letters, digits and _"),
-        ("score=", "expected a dtype of float16, float32, float64, int16, int32, int64, int8, uint16, uint32, uint8"),
-        ("score=bfloat16", "expected a dtype of"),
-        ("score=int8 --keep-field score", "the field is kept already"),
+        (
+            "score=",
+            "unknown dtype; choose one of float16, float32, float64, int16, int32, int64, int8, uint16, uint32, uint8",
+        ),
+        ("score=bfloat16", "unknown dtype; choose one of "),
+        ("score=int8 --keep-field score", "this field is given twice"),
     ],
 )
 def test_a_field_that_cannot_be_kept_is_wrong_usage(field: str, said: str, tmp_path: Path) -> None:
@@ -309,9 +312,9 @@ def test_a_field_that_cannot_be_kept_is_wrong_usage(field: str, said: str, tmp_p
 def test_conditions_and_weights_need_a_column_before_anything_is_read(tmp_path: Path) -> None:
     for words, said in (
         (("--where", "score > 1"), "has no column score; it has source"),
-        ((*KEEP, "--where", "rank == 40000"), "expected a whole number from -32768 to 32767"),
+        ((*KEEP, "--where", "rank == 40000"), "the value must be a whole number from -32768 to 32767"),
         (("--loss-weight-column", "score"), "has no column score; it has source"),
-        (("--loss-weight-column", "source"), "column source has 2 values in each row"),
+        (("--loss-weight-column", "source"), "column source has 2 values per row"),
     ):
         for more in ((), ("--dry-run",)):
             refused = preprocess(tmp_path / "x", *words, *more)

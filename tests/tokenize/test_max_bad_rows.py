@@ -44,13 +44,13 @@ def why(done: Outcome) -> str:
 def test_a_limit(value: Any, bad: int, rows: int, allowed: bool | None) -> None:
     given = {"max_bad_rows": value, "on_bad_row": "skip"}
     if allowed is None:
-        with pytest.raises(FormatError, match=r"^--max-bad-rows: .* expected a number of rows such as 10"):
+        with pytest.raises(FormatError, match=r"^--max-bad-rows .*: expected a number of rows, such as 10"):
             BadRowLimit.of(given)
         return
     limit = BadRowLimit.of(given)
     assert limit is not None
     assert limit.allows(bad, rows) == allowed
-    with pytest.raises(FormatError, match="goes with --on-bad-row skip"):
+    with pytest.raises(FormatError, match="needs --on-bad-row skip"):
         BadRowLimit.of(given | {"on_bad_row": "error"})
 
 
@@ -79,7 +79,7 @@ def test_a_run_stops_and_a_larger_limit_goes_on(
     assert found
     assert (found[1], found[4]) == (str(source), limit)
     assert found[5].startswith(f"{source}:{bad[0]}: ")
-    assert stops[0].endswith("; pass a larger --max-bad-rows to go on, or correct the rows")
+    assert stops[0].endswith("; correct the rows, or raise --max-bad-rows")
     assert (int(found[3]) == 400) == (limit == "1.9%")
     assert int(found[2]) == sum(number <= int(found[3]) for number in bad)
     assert preprocess(tmp_path / "y", *given, "--max-bad-rows", 8).code == 0
@@ -108,7 +108,7 @@ def test_shards_and_corpora_that_were_made_without_a_limit_are_held_to_it(tmp_pa
 
 @pytest.mark.parametrize("verb", ["preprocess", "produce"])
 @pytest.mark.parametrize(
-    ("more", "said"), [((), "goes with --on-bad-row skip"), (("--on-bad-row", "skip"), "expected a number of rows")]
+    ("more", "said"), [((), "needs --on-bad-row skip"), (("--on-bad-row", "skip"), "expected a number of rows")]
 )
 def test_wrong_usage(tmp_path: Path, verb: str, more: tuple[str, ...], said: str) -> None:
     source = write_rows(tmp_path / "rows.jsonl", rows_of(3, 0))
@@ -130,7 +130,7 @@ def test_from_python_and_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
         rows, output_prefix=tmp_path / "x", on_bad_row="skip", max_bad_rows=0.2, **job
     )
     assert summary.options["max_bad_rows"] == "0.2"
-    with pytest.raises(FormatError, match="goes with --on-bad-row skip"):
+    with pytest.raises(FormatError, match="needs --on-bad-row skip"):
         megatron_sft_idx.preprocess(rows, output_prefix=tmp_path / "y", max_bad_rows=1, **job)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))

@@ -129,7 +129,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
     there.write_text("mine")
     for engine in ("local", "ray"):
         refused = preprocess(tmp_path / "x", "--engine", engine, "--workers", 1, "--overwrite")
-        assert (refused.code, "which no build makes" in refused.err) == (1, True), refused
+        assert (refused.code, "which is not part of a build" in refused.err) == (1, True), refused
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
 
 

@@ -313,7 +313,7 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
         packing,
         overwrite=True,
     )
-    with pytest.raises(FormatError, match=r"x\.bin: is both the output and the input"):
+    with pytest.raises(FormatError, match=r"x\.bin: used as both the output and the input"):
         tokenize.make_shards(options)
     os.unlink(tmp_path / "x.bin")
     gc.disable()
@@ -325,7 +325,7 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
     for suffix in SUFFIXES:
         os.link(tmp_path / f"x{suffix}", tmp_path / f"y{suffix}")
     before = files_of(tmp_path / "x")
-    with pytest.raises(FormatError, match="is both the output and the shard to be packed"):
+    with pytest.raises(FormatError, match="used as both the output and the shard to be packed"):
         tokenize.pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), packing, overwrite=True)
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == before
 

@@ -231,7 +231,7 @@ def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, t
 def test_a_finished_run_is_found(case, prefix):
     assert case.run(prefix).code == 0
     again = case.run(prefix)
-    assert (again.code, "done already" in again.err) == (0, True)
+    assert (again.code, "already complete" in again.err) == (0, True)
     assert again.out.startswith("found ")
     other = case.run(prefix, "--seed", 3)
     assert other.code == 1
@@ -320,7 +320,7 @@ def test_packs_that_rebuild_recovered_are_not_taken_for_all(case, prefix, recove
         shutil.rmtree(f"{prefix}.building/parts")
     assert command("rebuild", prefix.parent / recovered).code == 0
     refused = case.run(prefix, *more)
-    assert (refused.code, f"{recovered}: a " in refused.err, "may lack packs" in refused.err) == (1, True, True)
+    assert (refused.code, f"{recovered}: a " in refused.err, "packs may be missing" in refused.err) == (1, True, True)
     assert case.run(prefix, "--overwrite", *more).code == 0
     assert files_of(prefix) == case.files
 
@@ -334,7 +334,7 @@ def test_what_pack_made_of_some_rows_is_not_taken_for_all(case, prefix, packed, 
     packing = (*more, "--seq-length", 1024, "--output-prefix", again)
     assert command("pack", prefix.with_name(packed), *packing).code == 0
     refused = case.run(again)
-    said = "packing where was ['source == rows.jsonl'], is None" if more else "it was packed from other packs"
+    said = "packing where was ['source == rows.jsonl'], is None" if more else "it was packed from a different shard"
     assert (refused.code, said in refused.err) == (1, True), refused.err
 
 
@@ -364,7 +364,7 @@ def test_changed_options_are_named(case, prefix, options, said):
     before = everything_in(prefix.parent)
     refused = case.run(prefix, *options)
     assert refused.code == 1
-    assert f"with another option: {said}; give" in refused.err
+    assert f"with a different option: {said}; use" in refused.err
     assert everything_in(prefix.parent) == before
     case.assert_ends_the_same(prefix)
 

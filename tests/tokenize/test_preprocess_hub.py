@@ -50,7 +50,10 @@ def test_names_are_what_they_stand_for(revision: str, home: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--input", "demo/chats", "--tokenizer", "demo/tok", "--download"), "demo/chats: say which of its files"),
+        (
+            ("--input", "demo/chats", "--tokenizer", "demo/tok", "--download"),
+            "demo/chats: choose files of this dataset",
+        ),
         (("--input", str(CHATS), "--tokenizer", "demo/other", "--download"), "--download demo/other: "),
         (("--input", str(CHATS), "--tokenizer", "demo/tok"), "preprocess --download does it"),
     ],

@@ -177,7 +177,7 @@ def test_paths_begin_at_the_input_or_at_the_root_and_do_not_leave_it(tmp_path: P
         (outside, root, 1, "is not in"),
         (whole, (), 0, ""),
         (whole, root, 1, "is not in"),
-        (beside, ("--media-root", tmp_path / "missing"), 2, "no such folder"),
+        (beside, ("--media-root", tmp_path / "missing"), 2, "folder not found"),
     ):
         outcome = cli(tmp_path, processor, source, *given, "--overwrite")
         assert outcome.code == code, outcome
@@ -200,7 +200,7 @@ def test_options_of_media_go_with_a_processor(tmp_path: Path, processor: Path) -
         tmp_path / "out", "--media-root", tmp_path,
     )  # fmt: skip
     assert outcome.code == 2
-    assert "--media-root goes with --processor" in outcome.err
+    assert "--media-root needs --processor" in outcome.err
     outcome = command(
         "preprocess", "--input", source, "--tokenizer", processor, "--seq-length", 2048, "--output-prefix",
         tmp_path / "out", "--processor", tmp_path,

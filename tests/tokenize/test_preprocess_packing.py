@@ -197,7 +197,7 @@ def test_pack_repacks_packs_without_tokens_lost(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--packing", "none", "--packing-effort", "high"], "--packing-effort high goes with --packing auto, not none"),
+        (["--packing", "none", "--packing-effort", "high"], "--packing-effort high needs --packing auto, not none"),
         (["--sequence-multiple", "512"], "--seq-length 256 is below --sequence-multiple 512"),
     ],
 )

@@ -113,7 +113,7 @@ def test_pack_keeps_pairs_together(tmp_path):
             *("pack", tmp_path / source, "--seq-length", 64, "--overlong", "split", "--output-prefix", tmp_path / "y")
         )
         assert refused.code == 1
-        assert "--overlong split would part a pair" in refused.err
+        assert "--overlong split would separate a pair" in refused.err
     assert command("pack", tmp_path / "x.unpacked", "--seq-length", 512, "--output-prefix", tmp_path / "y").code == 0
     assert columned(tmp_path / "x") == columned(tmp_path / "y")
 
@@ -128,10 +128,10 @@ def test_an_overlong_answer_takes_its_pair_with_it(tmp_path):
     for overlong in ("truncate", "split"):
         refused = preprocess(tmp_path / "x", *PREFERENCE, "--overlong", overlong, rows=rows, capacity=512)
         assert refused.code == 1
-        assert f"--overlong {overlong} would part a pair" in refused.err
+        assert f"--overlong {overlong} would separate a pair" in refused.err
     refused = preprocess(tmp_path / "x", *PREFERENCE, "--max-sequences-per-pack", 1, rows=rows, capacity=512)
     assert refused.code == 1
-    assert "--max-sequences-per-pack 1 would part every pair; choose 2 or more" in refused.err
+    assert "--max-sequences-per-pack 1 would separate every pair; use 2 or more" in refused.err
     summary = tmp_path / "s.json"
     done = preprocess(tmp_path / "x", *PREFERENCE, "--overlong", "drop", "--summary", summary, rows=rows, capacity=512)
     assert done.code == 0, done
@@ -170,7 +170,7 @@ def test_pairs_and_verdicts_are_made_only_where_they_are_asked_for(tmp_path):
     for kind in (PREFERENCE, KTO):
         refused = preprocess(tmp_path / "x", *kind, "--train-on", "all", rows=pairs(1))
         assert refused.code == 1
-        assert "judges answers; leave out --train-on all" in refused.err
+        assert "trains only on the answers; leave out --train-on all" in refused.err
 
 
 def test_a_label_stands_beside_its_answer(tmp_path):
@@ -214,4 +214,4 @@ def test_a_catalog_takes_no_pairs(tmp_path):
     options = ("--tokenizer", TOKENIZER, "--seq-length", 256, "--tokens-per-shard", 512, *PREFERENCE)
     refused = command("produce", "--input", rows, *options, "--catalog", tmp_path / "c")
     assert refused.code == 1
-    assert "--row-kind preference: the shards of a catalog have no columns" in refused.err
+    assert "--row-kind preference needs columns, which the shards of a catalog do not have" in refused.err

@@ -55,7 +55,7 @@ def test_shards_hold_the_packs_of_one_in_their_order(tmp_path):
 
 def test_more_shards_than_packs_are_refused(tmp_path):
     refused = preprocess(tmp_path / "x", "--output-shards", 43)
-    assert (refused.code, "42 packs cannot fill --output-shards 43" in refused.err) == (1, True)
+    assert (refused.code, "42 packs are too few for --output-shards 43" in refused.err) == (1, True)
 
 
 def test_another_number_of_shards_beside_them_is_refused(tmp_path):

@@ -273,6 +273,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(nodes, tmp_path):
     assert preprocess(tmp_path / "x", "--ray-address", "auto").code == 2
     assert preprocess(tmp_path / "x", "--engine", "ray", "--workers", 0).code == 2
     many = run_on(nodes, tmp_path / "x", "--output-shards", 4000)
-    assert (many.code, "packs cannot fill --output-shards 4000" in many.err) == (1, True), many
+    assert (many.code, "packs are too few for --output-shards 4000" in many.err) == (1, True), many
     missing = run_on(nodes, tmp_path / "x", "--input", tmp_path / "no.jsonl", "--tokenizer-model", TOKENIZER)
     assert (missing.code, "no such file" in missing.err) == (1, True), missing

@@ -120,7 +120,7 @@ def test_what_comes_between_the_check_and_the_rename_is_not_replaced(
         return move(temporary, path, expected)
 
     monkeypatch.setattr(building, "move_into_place", late)
-    with pytest.raises(FormatError, match="has appeared here"):
+    with pytest.raises(FormatError, match="was written here"):
         write_samples(tmp_path / "x", PACKS)
     monkeypatch.undo()
     assert (tmp_path / "x.idx").read_bytes() == b"of somebody"
@@ -183,7 +183,7 @@ def test_all_outputs_are_checked_before_the_first_old_one_is_removed(tmp_path: P
     left_whole(lambda: split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2), overwrite=True))
     (tmp_path / "x-00001-of-00002.bin").rename(tmp_path / "aside")
     (tmp_path / "x-00001-of-00002.bin").write_bytes(b"of somebody")
-    with pytest.raises(FormatError, match="something else has appeared here"):
+    with pytest.raises(FormatError, match="something else was written here"):
         split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2))
     assert five_files(tmp_path / "x-00000-of-00002") == before[0]
     assert verify_shard(tmp_path / "x-00000-of-00002", full=True).ok
@@ -215,7 +215,7 @@ def test_a_command_that_began_in_an_output_is_named(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "x-00001-of-00002.building")
     leave_packs(tmp_path / "x-00001-of-00002")
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match="another command began here"):
+        with pytest.raises(FormatError, match="another command began to write here"):
             split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2), overwrite=overwrite)
     assert packs_left(tmp_path / "x-00001-of-00002") == 4
 
@@ -291,7 +291,7 @@ def test_parts_of_an_earlier_run_stay_if_a_row_is_bad(tmp_path: Path) -> None:
     parts = sorted(path.name for path in tmp_path.glob("x.building/parts/*.part"))
     bad = write_rows(tmp_path / "bad.jsonl", [{"messages": []}])
     refused = preprocess(tmp_path / "x", "--input", CHATS, bad)
-    assert (refused.code, "--on-bad-row skip goes on without it" in refused.err) == (1, True), refused
+    assert (refused.code, "to skip such rows, pass --on-bad-row skip" in refused.err) == (1, True), refused
     assert {*parts} <= {path.name for path in tmp_path.glob("x.building/parts/*.part")}
     done = preprocess(tmp_path / "x", "--input", CHATS, bad, "--on-bad-row", "skip")
     assert (done.code, "parts reused" in done.err) == (0, True), done

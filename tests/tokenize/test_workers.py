@@ -118,7 +118,7 @@ def test_workers_that_die_while_they_start_died_over_no_item(tmp_path, monkeypat
     if deaths < 3:  # and two die over the first item
         assert squares(marks, range(3), workers=1, number=0, deaths=2) == [0, 1, 4]
         return
-    with pytest.raises(SFTIndexError, match="number 0: worker processes died 3 times in a row before they began"):
+    with pytest.raises(SFTIndexError, match="number 0: worker processes died 3 times in a row before they reached"):
         squares(marks, range(3), workers=1)
 
 

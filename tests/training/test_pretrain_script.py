@@ -188,7 +188,7 @@ def test_a_checkpoint_of_hybrid_model_is_refused_where_there_is_none(
     script: ModuleType, data: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "HYBRID", False)
-    with pytest.raises(FormatError, match=r"iter_0000005: holds a HybridModel, .* from 0.18 on; go on"):
+    with pytest.raises(FormatError, match=r"iter_0000005: contains a HybridModel, .* 0.18 or later; use"):
         run(script, blend(data, "--load", checkpoints))
 
 
@@ -211,7 +211,7 @@ def test_the_same_command_goes_on_by_itself(
     assert len(run(script, same).losses) == 2
     said = capsys.readouterr().out
     assert f"saved {tmp_path}/iter_0000002\n" in said
-    assert f"going on from {tmp_path}/iter_0000002: 2 steps are done\n" in said
+    assert f"resuming from {tmp_path}/iter_0000002, after 2 steps\n" in said
     assert not run(script, same).losses
     assert "nothing to train: --train-iters 4" in capsys.readouterr().out
     assert script.parse_arguments([*same, "--load", str(tmp_path)]).load == tmp_path
@@ -223,12 +223,12 @@ def test_the_same_command_goes_on_by_itself(
     capsys.readouterr()
     assert len(run(script, later).losses) == 1
     said = capsys.readouterr().out
-    assert f"--save {tmp_path}/other holds 2 steps, --load {tmp_path} 4: --load is continued\n" in said
-    assert f"going on from {tmp_path}/iter_0000004: 4 steps are done\n" in said
+    assert f"--save {tmp_path}/other is at step 2, --load {tmp_path} at step 4: resuming from --load\n" in said
+    assert f"resuming from {tmp_path}/iter_0000004, after 4 steps\n" in said
     assert script.whole_steps(tmp_path / "other") == [2, 5]
     # Now it is the other way round.
     assert not run(script, later).losses
-    assert f"--load {tmp_path} 4: --save is continued\n" in capsys.readouterr().out
+    assert f"--load {tmp_path} at step 4: resuming from --save\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_the_same_command_goes_on_by_itself(
         (4, 4, [4], "save"),
         (5, 4, [5, 9], "save"),
         (10, 9, [10], "save"),
-        (3, 4, [3, 6, 10], "4.* would overwrite the checkpoint of 6 steps in --save save; .* write 10 to"),
+        (3, 4, [3, 6, 10], "4 would overwrite the checkpoint of step 6 in --save save; .* write 10 to"),
         (None, 4, [5], "save"),
     ],
 )
@@ -268,24 +268,24 @@ def test_the_later_checkpoint_is_continued_and_none_overwritten(
     command = ["--data-path", "x", "--seq-length", "64", "--save", "save", "--load", "load"]
     if taken in ("save", "load"):
         assert script.parse_arguments(command).load == Path(taken)
-        said = f"--save save holds {held} steps, --load load {load}: --{taken} is continued\n"
+        said = f"--save save is at step {held}, --load load at step {load}: resuming from --{taken}\n"
         assert capsys.readouterr().out == (said if held is not None else "")
         return
     with pytest.raises(SystemExit) as leaving:
         script.parse_arguments(command)
     assert leaving.value.code == 2
-    assert re.search(f"error: --load load: goes on from step {taken}", capsys.readouterr().err)
+    assert re.search(f"error: --load load: resuming from step {taken}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--log", "x"], "--log is called --metrics now"),
-        (["--load", "nowhere"], "--load nowhere: no checkpoint is here"),
-        (["--save", "file"], "--save file: a file is here"),
+        (["--log", "x"], "--log is now --metrics"),
+        (["--load", "nowhere"], "--load nowhere: no checkpoint found"),
+        (["--save", "file"], "--save file: expected a folder or nothing, found a file"),
         (
             ["--save", "begun", "--fresh"],
-            "--fresh: begun holds the checkpoints of 7 steps, which new ones would overwrite",
+            "--fresh: begun contains the checkpoint of step 7, which new ones would overwrite",
         ),
         (["--save", "odd"], "latest_checkpointed_iteration.txt: expected the number of the latest checkpoint"),
         (["--save", "new", "--load", "odd"], "expected the number of the latest checkpoint"),
@@ -345,14 +345,14 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
         pytest.param(
             ["--num-attention-heads", "7"],
             2,
-            r"pretrain_sft.py: error: --hidden-size \d+ is no multiple of --num-.*",
+            r"pretrain_sft.py: error: --hidden-size \d+ is not a multiple of --num-.*",
             marks=pytest.mark.slow,
         ),
         (["--micro-batch-size", "0"], 2, r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*"),
         pytest.param(
             ["--load", "nowhere"],
             2,
-            r"pretrain_sft.py: error: --load nowhere: no checkpoint is here.*",
+            r"pretrain_sft.py: error: --load nowhere: no checkpoint found.*",
             marks=pytest.mark.slow,
         ),
     ],
@@ -386,7 +386,7 @@ def test_a_process_that_is_left_alone_says_so_only_where_no_other_has_spoken(fir
         with pytest.raises(SystemExit, match="1"), script.one_line_errors():
             raise kind(message)
     said = capsys.readouterr().err.splitlines()
-    alone = "another process has ended, which says why"
+    alone = "another process has failed; see its message"
     assert said == [f"pretrain_sft.py: error: {alone if 'closed' in first else first}"]
 
 

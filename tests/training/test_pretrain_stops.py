@@ -115,7 +115,7 @@ def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> 
         launcher.wait()
         for process in filter(is_running, (*ranks, *started)):
             os.kill(process, signal.SIGKILL)
-    words = f"pretrain_sft.py: error: torchrun (process {launcher.pid}) is gone, so this rank ends too"
+    words = f"pretrain_sft.py: error: torchrun (process {launcher.pid}) has ended, so this rank ends too"
     assert words in (tmp_path / "said").read_text().splitlines()
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_ends_with_an_error_takes_what_it_started_along(data: Path, 
             time.sleep(0.05)
         ranks[1].kill()
         assert ranks[0].wait(PATIENCE) == 1
-        assert "another process has ended, which says why" in (tmp_path / "0").read_text()
+        assert "another process has failed; see its message" in (tmp_path / "0").read_text()
         for process in started:
             while is_running(process):
                 assert time.monotonic() < end, "a process goes on"
@@ -194,7 +194,7 @@ def test_without_the_name_of_the_latest_checkpoint_the_newest_whole_one_is_conti
     (checkpoints / LATEST).unlink()
     (checkpoints / "iter_0000004" / LAST_FILE).unlink()
     assert len(run(script, options(data, "--save", checkpoints)).losses) == 3
-    assert f"going on from {checkpoints}/iter_0000002: 2 steps are done\n" in capsys.readouterr().out
+    assert f"resuming from {checkpoints}/iter_0000002, after 2 steps\n" in capsys.readouterr().out
     assert (checkpoints / LATEST).read_text() == "5"
 
 
@@ -209,7 +209,9 @@ def test_checkpoints_of_which_none_is_whole_are_refused(
         script.parse_arguments(options(data, option, checkpoints))
     assert leaving.value.code == 2
     said = capsys.readouterr().err
-    found = f"{checkpoints}/iter_0000004: metadata.json is missing, and no other checkpoint in {checkpoints} is whole"
+    found = (
+        f"{checkpoints}/iter_0000004: metadata.json is missing, and no other checkpoint in {checkpoints} is complete"
+    )
     assert said.partition(": ")[2].startswith(f"error: {found}; ")
     assert said.count("\n") == 1
 
@@ -232,7 +234,7 @@ def test_a_kill_during_a_save_leaves_no_checkpoint_that_is_not_whole(
     run(script, same)
     told = capsys.readouterr().out
     said = f"{checkpoints}/unfinished: a killed run did not finish this checkpoint, and saved none before\n"
-    assert said in told or f"going on from {checkpoints}/iter_0" in told
+    assert said in told or f"resuming from {checkpoints}/iter_0" in told
     assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{n:07d}" for n in range(1, 11)), LATEST]
 
 
@@ -245,8 +247,8 @@ def test_another_seed_than_the_checkpoints_is_refused_in_one_line(data: Path, ch
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"pretrain_sft.py: error: {checkpoints}/iter_0000004: its run had --seed 1234, this one has --seed 5: samples"
-        " would come twice or never; give the old value, or begin anew in another --save, with --finetune from these"
-        " weights"
+        " would be repeated or missing; use the old value, or start again with another --save, and with --finetune from"
+        " these weights"
     )
     assert "Traceback" not in done.stderr
     assert (checkpoints / LATEST).read_text() == "4"
@@ -255,7 +257,7 @@ def test_another_seed_than_the_checkpoints_is_refused_in_one_line(data: Path, ch
 @pytest.mark.parametrize(
     ("more", "found"),
     [
-        (["--seed", "5"], "its run had --seed 1234, this one has --seed 5: samples would come twice or never; give"),
+        (["--seed", "5"], "its run had --seed 1234, this one has --seed 5: samples would be repeated or missing; use"),
         (["--split", "90,10,0"], "its run had --split 1,0,0, this one has --split 90,10,0: "),
         (["--repack"], "its run had --repack False, this one has --repack True: "),
         (["--data-path", "others"], "had --data-path .*/chats, this one has --data-path others, with other shards or"),
@@ -281,25 +283,23 @@ def test_weights_alone_are_taken_to_other_data(
     second = ["--data-path", data / "others", "--load", checkpoints, "--finetune", "--save", tmp_path / "second"]
     anew = run(script, options(data, "--data-path", data / "others", steps=2))
     tuned = run(script, options(data, *second, steps=2))
-    assert f"beginning with the weights of {checkpoints}/iter_0000004\n" in capsys.readouterr().out
+    assert f"starting with the weights of {checkpoints}/iter_0000004\n" in capsys.readouterr().out
     assert [row["tokens"].tolist() for row in tuned.rows] == [row["tokens"].tolist() for row in anew.rows]
     assert tuned.losses[0] < anew.losses[0]
     # The same command goes on with what it saved.
     assert len(run(script, options(data, *second, steps=3)).losses) == 1
-    assert f"going on from {tmp_path}/second/iter_0000002: 2 steps are done\n" in capsys.readouterr().out
+    assert f"resuming from {tmp_path}/second/iter_0000002, after 2 steps\n" in capsys.readouterr().out
 
 
 def test_weights_are_named(script: ModuleType, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         script.parse_arguments(options(data, "--finetune"))
     assert leaving.value.code == 2
-    assert "--finetune: the weights are missing; give --load" in capsys.readouterr().err
+    assert "--finetune needs weights; pass --load" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_does_not_name_its_data_is_refused(script: ModuleType) -> None:
-    with pytest.raises(
-        FormatError, match="x: does not say on which finished data its run was, which may have been live"
-    ):
+    with pytest.raises(FormatError, match="x: does not record which data its run used, perhaps because that was live"):
         script.require_same_data("x", None, {})
 
 
@@ -315,5 +315,5 @@ def test_other_shards_at_the_same_path_are_refused(
     assert len(run(script, options(data, *same)).losses) == 1
     for path in data.glob("others.*"):
         shutil.copy(path, moved / path.name.replace("others", "chats"))
-    with pytest.raises(FormatError, match=r"--data-path .*/chats holds other shards than when its run began: "):
+    with pytest.raises(FormatError, match=r"the shards at --data-path .*/chats have changed since its run began: "):
         run(script, options(data, *same, steps=6))

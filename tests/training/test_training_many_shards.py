@@ -81,9 +81,9 @@ def test_a_file_that_never_rests_is_an_error(tmp_path: Path, no_maps: None, monk
     monkeypatch.setattr(ReopenedArray, "look_again", lambda *all: (look(*all), rewritten(tmp_path / "s0.bin"))[0])
     batches_of(source, [[0]])
     rewritten(tmp_path / "s0.bin")
-    with pytest.raises(FormatError, match="changed at every one of"):
+    with pytest.raises(FormatError, match="changed during each of"):
         shards[0]
-    with pytest.raises(FormatError, match="changed at every one of"):
+    with pytest.raises(FormatError, match="changed during each of"):
         batches_of(source, [[0]])
 
 

@@ -42,7 +42,7 @@ class MultiStorage:
             import multistorageclient
         except ModuleNotFoundError:
             raise FormatError(
-                f"msc://{profile}: needs multi-storage-client; pip install 'megatron-sft-idx[cloud]'"
+                f"msc://{profile}: needs multi-storage-client; install it with: pip install 'megatron-sft-idx[cloud]'"
             ) from None
         self._range = multistorageclient.types.Range
         try:
@@ -50,8 +50,8 @@ class MultiStorage:
         except (ValueError, KeyError) as error:
             # Without its message, which may quote the configuration.
             raise FormatError(
-                f"msc://{profile}: multi-storage-client does not take this profile ({type(error).__name__});"
-                " check the file that MSC_CONFIG names"
+                f"msc://{profile}: multi-storage-client rejects this profile ({type(error).__name__}); check the"
+                " configuration file that MSC_CONFIG points to"
             ) from None
 
     def head(self, key: str) -> ObjectInfo:

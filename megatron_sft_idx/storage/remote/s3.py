@@ -78,7 +78,7 @@ class S3:
             from botocore.config import Config
         except ModuleNotFoundError:
             raise FormatError(
-                f"s3://{bucket}: reading from S3 needs boto3; pip install 'megatron-sft-idx[cloud]'"
+                f"s3://{bucket}: reading from S3 needs boto3; install it with: pip install 'megatron-sft-idx[cloud]'"
             ) from None
         self.bucket = bucket
         self.session = boto3.session.Session()
@@ -112,7 +112,7 @@ class S3:
                 answer = obstore.get(self._ranges, key, options=options)
                 begin, end = answer.range
                 if (begin, end) != (offset, offset + nbytes):
-                    raise TemporaryFailure(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
+                    raise TemporaryFailure(f"received bytes {begin} to {end} instead of {offset} to {offset + nbytes}")
                 return memoryview(answer.bytes())
             except (obstore.exceptions.BaseError, OSError) as error:
                 raise _obstore_failure(error) from None
@@ -125,7 +125,7 @@ class S3:
             # A server without support for ranges sends the whole object, which may be large.
             if answer["ContentLength"] > nbytes:
                 body.close()
-                raise RequestRefused(f"{answer['ContentLength']} bytes for a range of {nbytes}")
+                raise RequestRefused(f"received {answer['ContentLength']} bytes instead of a range of {nbytes}")
             raw: bytes = body.read()
             return raw
 
@@ -161,7 +161,10 @@ class S3:
         import obstore
 
         if not _usable():
-            raise RequestRefused("obstore, which sends, cannot be used in a fork of a process that has used it")
+            raise RequestRefused(
+                "obstore, which uploads, cannot be used in a forked process if the parent has used it; start the"
+                " process with spawn"
+            )
         store = self._obstore(
             timeout=f"{_SECONDS + _SECONDS_A_MIB * part_nbytes // _MIB}s",
             retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},

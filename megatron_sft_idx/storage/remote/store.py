@@ -57,17 +57,19 @@ class RemotePath(NamedTuple):
         text = os.fspath(path)
         scheme, found, rest = text.partition("://")
         if not found or f"{scheme}://" not in SCHEME_STARTS:
-            raise FormatError(f"{text}: not a path in an object store; it begins with {' or '.join(SCHEME_STARTS)}")
+            raise FormatError(
+                f"{text}: not a path in an object store; such a path begins with {' or '.join(SCHEME_STARTS)}"
+            )
         bucket, _, key = rest.partition("/")
         if not bucket:
             what = "bucket" if scheme == "s3" else "profile"
-            raise FormatError(f"{text}: no {what} is named; expected {scheme}://{what.upper()}/path")
+            raise FormatError(f"{text}: the {what} is missing; expected {scheme}://{what.upper()}/path")
         # Some libraries resolve these like a file system, others reject them. For a store they are part of the key.
         folders = key.split("/")[:-1]
         if "" in folders or {".", ".."} & {*folders, key.rpartition("/")[2]} or not key.isprintable():
             raise FormatError(
-                f"{text!r}: //, /./, /../ and control characters in a key mean one thing to one library and another to"
-                " the next; name it without"
+                f"{text!r}: libraries treat //, /./, /../ and control characters in a key differently; use a key"
+                " without them"
             )
         return cls(scheme, bucket, key)
 
@@ -80,17 +82,17 @@ class RemotePath(NamedTuple):
 # The problem and the remedy, for a command that reads and for one that writes.
 _REMEDIES: dict[type[Failure], tuple[str, str]] = {
     NoSuchObject: (
-        "no such object; check the path, and that nobody removed it",
-        "there is no such bucket; make it first, or check its name",
+        "no such object; check the path, and that nobody has removed it",
+        "no such bucket; create it first, or check its name",
     ),
     AccessDenied: (
-        "access denied ({}); check the credentials, which come from where {whose}, and what they allow",
-        "access denied ({}); check the credentials, and that they allow writing",
+        "access denied ({}); check the credentials, which are taken from {whose}, and their permissions",
+        "access denied ({}); check the credentials, and that they permit writing",
     ),
     TemporaryFailure: (
-        "no complete answer ({}); is the store up, and the endpoint right?",
-        "could not be written ({}); is the store up, and the endpoint right? The same command goes on where this one"
-        " stopped",
+        "no complete answer ({}); check that the store is running, and that the endpoint is right",
+        "could not be written ({}); check that the store is running, and that the endpoint is right. The same command"
+        " continues where this one stopped",
     ),
 }
 
@@ -189,7 +191,7 @@ class RemoteStore:
             if len(block) != nbytes:
                 if etag is not None:
                     self.confirm_unchanged(key, etag)  # an object that was replaced by a shorter one stays short
-                raise TemporaryFailure(f"{len(block)} bytes for the {nbytes} at {offset}")
+                raise TemporaryFailure(f"received {len(block)} bytes instead of {nbytes}, at byte {offset}")
             return block
 
         with self._errors_of(key):
@@ -216,7 +218,7 @@ class RemoteStore:
                 return iter(self.policy.retry(lambda: list(self.transport.list(prefix))))
             except NoSuchObject:
                 where = f"{self.scheme}://{self.bucket}"
-                raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
+                raise StorageError(where, "no such bucket; check its name", missing=True) from None
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str) -> None:
         """Write or replace an object of ``nbytes``.
@@ -253,7 +255,7 @@ class RemoteStore:
         except ModuleNotFoundError as error:
             if not writing:
                 raise
-            needs = f"writing needs {error.name}; pip install 'megatron-sft-idx[cloud]'"
+            needs = f"writing needs {error.name}; install it with: pip install 'megatron-sft-idx[cloud]'"
             raise StorageError(self.path(key), needs) from None
         except Failure as failure:
             raise self._error(key, failure, writing=writing) from None
@@ -262,12 +264,12 @@ class RemoteStore:
         path = self.path(key)
         if isinstance(failure, EtagMismatch) and not writing:
             return FormatError(
-                f"{path}: the object was replaced since it was opened (of a shard, that is rule W3): start again"
+                f"{path}: the object was replaced after it was opened (for a shard, this breaks rule W3); start again"
             )
         if isinstance(failure, RangePastEnd):
-            return FormatError(f"{path}: the object ends before the bytes that are wanted (rule F2); restore it")
-        reading, to_write = _REMEDIES.get(type(failure), ("the store refuses the request ({})",) * 2)
-        whose = "the AWS tools look" if self.scheme == "s3" else "the profile says"
+            return FormatError(f"{path}: the object ends before the requested bytes (rule F2); restore it from a copy")
+        reading, to_write = _REMEDIES.get(type(failure), ("the store rejects the request ({})",) * 2)
+        whose = "the same places as for the AWS tools" if self.scheme == "s3" else "the profile"
         why = (to_write if writing else reading).format(failure, whose=whose)
         return StorageError(path, why, missing=isinstance(failure, NoSuchObject))
 
@@ -415,7 +417,7 @@ class ObjectFile(io.RawIOBase):
         """Set the position, which may be after the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.nbytes}[whence]
         if base + offset < 0:
-            raise ValueError(f"position {base + offset} is before the beginning")
+            raise ValueError(f"position {base + offset} is before the beginning of the object")
         self._position = base + offset
         return self._position
 

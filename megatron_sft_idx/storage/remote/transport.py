@@ -95,7 +95,7 @@ class RetryPolicy(NamedTuple):
         with contextlib.suppress(ValueError):
             if 0 <= (seconds := float(text)) <= 1e9:  # libraries reject much larger values
                 return cls(total_seconds=seconds)
-        raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
+        raise FormatError(f"{_SECONDS}={text!r}: expected a number of seconds, such as 120")
 
     def retry(self, attempt: Callable[[], _T]) -> _T:
         """Call ``attempt`` until it does not raise ``TemporaryFailure``, and return its result.
@@ -109,7 +109,7 @@ class RetryPolicy(NamedTuple):
             attempts += 1
             # The interpreter waits for this thread before it exits.
             if _ending and threading.current_thread() is not threading.main_thread():
-                raise TemporaryFailure("the process ends")
+                raise TemporaryFailure("the process is ending")
             try:
                 return attempt()
             except TemporaryFailure as failure:
@@ -117,7 +117,9 @@ class RetryPolicy(NamedTuple):
                 # Random, so that many readers do not retry at the same moment.
                 pause = delay * random.uniform(0.5, 1)
                 if spent + pause > self.total_seconds:
-                    raise TemporaryFailure(f"{attempts} attempts in {spent:.1f} s, the last one: {failure}") from None
+                    raise TemporaryFailure(
+                        f"{attempts} attempts in {spent:.1f} s, the last one failed with: {failure}"
+                    ) from None
             time.sleep(pause)
             delay = min(2 * delay, self.longest_delay)
 
