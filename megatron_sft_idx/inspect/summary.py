@@ -17,11 +17,10 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, origin_name, source_names
 from megatron_sft_idx.inspect.shown_media import count_media
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
-from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, listed_columns
-from megatron_sft_idx.lines import shortened
+from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update

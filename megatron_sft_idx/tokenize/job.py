@@ -324,7 +324,9 @@ def run_job(
         )
     output.publish(found=report.found)
     if report.corpus is not None:
-        report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
+        corpus = report.corpus
+        corpus.bad_rows = list(map(as_given, corpus.bad_rows))
+        corpus.first_rows = {note: as_given(row) for note, row in corpus.first_rows.items()}
     report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=[*map(as_given, inputs)])))
     if path is not None:
         report.write(path, overwrite=options.overwrite)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.lines import joined
+from megatron_sft_idx.lines import counted, joined
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.publish import Kind, head_of
@@ -25,29 +25,51 @@ _SELECTED = (
     ("train", "to train on", "rows"),
     ("untrained_sequences", "untrained", "sequences, or pieces of sequences, left out because no token is trained on"),
 )
+# By name: what a note counts, in the singular, and what happened to it.
 _NOTES = {
-    "content_empty": "messages without content rendered with empty content, because the chat template fails otherwise",
-    "content_left_out": "messages without content rendered without content, as in transformers",
-    "content_none": "messages without content rendered with null as content, because the chat template fails otherwise",
-    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left unchanged",
-    "recordings_cut": "recordings cut off at the end by the processor, which limits their length",
-    "first_token_masks_dropped": "masks on the first token of a sequence dropped, because nothing predicts it",
-    "literals": "control tokens in the data kept as text",
-    "no_end_of_turn": "answers without an end-of-turn token, because the chat template writes or marks none",
-    "nulls_in_arguments": "nulls left out of tool call arguments, because table exports add them for missing keys",
-    "nulls_in_tools": "nulls left out of tools, because table exports add them for missing keys",
-    "packed_rows": "rows that contained several concatenated sequences",
-    "reasoning_dropped": "messages whose reasoning the chat template leaves out",
-    "rows_with_seq_start_id": "rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them, the masks"
-    " mark the token before (--mask-alignment label)",
-    "split_at_system_messages": "rows that contained several conversations, each beginning with a system message",
-    "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
-    "straddling_header": "of these include characters of a header (--straddling exclude does not train on them)",
-    "straddling_left_out": "tokens that begin before their span, not trained",
-    "ends_of_turn_alone": "answers without text, of which only the end of the turn is trained",
-    "thinking_tags_kept": "answers with a reasoning tag after the first one, trained on anyway",
+    "content_empty": (
+        "message",
+        "without content rendered with empty content, because the chat template fails otherwise",
+    ),
+    "content_left_out": ("message", "without content rendered without content, as in transformers"),
+    "content_none": (
+        "message",
+        "without content rendered with null as content, because the chat template fails otherwise",
+    ),
+    "control_tokens_read_by_template": (
+        "control token",
+        "in the data that the chat template itself reads, left unchanged",
+    ),
+    "recordings_cut": ("recording", "cut off at the end by the processor, which limits the length"),
+    "first_token_masks_dropped": ("mask", "on the first token of a sequence dropped, because nothing predicts it"),
+    "literals": ("control token", "in the data kept as text"),
+    "no_end_of_turn": (
+        "answer",
+        "without an end-of-turn token, because the chat template writes or marks none, so the model does not learn to"
+        " stop: pass --append-eod to end each sequence with a token to stop at, or another template with"
+        " --chat-template FILE",
+    ),
+    "nulls_in_arguments": ("null", "left out of tool call arguments, because table exports add them for missing keys"),
+    "nulls_in_tools": ("null", "left out of tools, because table exports add them for missing keys"),
+    "packed_rows": ("row", "with several concatenated sequences"),
+    "reasoning_dropped": ("message", "whose reasoning the chat template leaves out"),
+    "rows_with_seq_start_id": (
+        "row",
+        "with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed the input, the masks mark the token before"
+        " (--mask-alignment label)",
+    ),
+    "split_at_system_messages": ("row", "with several conversations, each beginning with a system message"),
+    "straddling": ("trained token", "beginning before the trained text (--span-by-span avoids that)"),
+    "straddling_header": (
+        "trained token",
+        "with characters of a header (--straddling exclude does not train on such tokens)",
+    ),
+    "straddling_left_out": ("token", "beginning before the trained text, not trained"),
+    "ends_of_turn_alone": ("answer", "without text, of which only the end of the turn is trained"),
+    "thinking_tags_kept": ("answer", "with a reasoning tag after the first one, trained on anyway"),
     "tool_arguments_converted": (
-        "tool calls whose arguments were converted to text or to an object, as the chat template expects"
+        "tool call",
+        "with arguments converted to text or to an object, as the chat template expects",
     ),
 }
 # Texts for what is done with overlong sequences, and for how trained tokens are lost.
@@ -65,11 +87,15 @@ _MAX_SUMMARY_NBYTES = 1 << 26
 _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
-def _said_of(note: str) -> str:
+def _said_of(note: str, count: int) -> str:
     """Describe what a note counts."""
     if note.startswith(_IGNORED):
-        return f"fields {note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
-    return _NOTES.get(note, note.replace("_", " "))
+        unit, what = "field", f"{note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
+    elif note in _NOTES:
+        unit, what = _NOTES[note]
+    else:
+        return f"{count:,} {note.replace('_', ' ')}"
+    return f"{counted(count, unit)} {what}"
 
 
 def check_summary(path: str, prefix: str, *, overwrite: bool) -> None:
@@ -95,6 +121,7 @@ class CorpusReport:
         skipped: number of unusable rows.
         bad_rows: messages of the first ten thousand of these.
         notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
+        first_rows: file and number of the first row of each note, by name; missing if an earlier job counted it.
         reused: whether an earlier job had tokenised the whole input.
         straddling: text of a trained token that begins in a header; "" if there was none yet.
     """
@@ -103,6 +130,7 @@ class CorpusReport:
     skipped: int = 0
     bad_rows: list[str] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    first_rows: dict[str, str] = field(default_factory=dict)
     reused: bool = False
     straddling: str = ""
 
@@ -110,7 +138,7 @@ class CorpusReport:
     def of(cls, header: Header) -> CorpusReport:
         """Return the counts in the header of a corpus or packed shard."""
         sources = header.metadata["sources"]
-        return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+        return cls(sources["rows"], sources["skipped"], notes=header.metadata["notes"], reused=True)
 
     def lines(self) -> list[str]:
         """Return lines for people about the number of rows and of skipped rows."""
@@ -118,6 +146,14 @@ class CorpusReport:
         lines = [f"rows            {self.rows:,}{reused}"]
         if self.skipped:
             lines.append(f"  skipped       {self.skipped:,}")
+        return lines
+
+    def note_lines(self) -> list[str]:
+        """Return a line for people about each note."""
+        lines = []
+        for name, count in self.notes.items():
+            first = f"; first in {self.first_rows[name]}" if name in self.first_rows else ""
+            lines.append(f"note            {_said_of(name, count)}{first}")
         return lines
 
     def no_usable_row(self, name: str) -> FormatError:
@@ -281,7 +317,7 @@ class Summary:
                 lines.append(f"  left out      {valid.left_out:,} sequences left out by --where")
             if valid.overlong:
                 lines.append(f"  overlong      {valid.describe_overlong()}")
-        for name, count in (corpus.notes if corpus else {}).items():
-            lines.append(f"note            {count:,} {_said_of(name)}")
+        if corpus is not None:
+            lines += corpus.note_lines()
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
         return lines
