@@ -25,6 +25,7 @@ from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Backend, DifferentIdsError, Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.training_fields import training_names
+from megatron_sft_idx.chat.turns import order_notes
 from megatron_sft_idx.chat.types import (
     Conversation,
     Encoded,
@@ -426,8 +427,11 @@ class RowEncoder:
         options, position = self.options, row.position
         sources, label, kept = self._sources(row)
         content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
-        if row.notes:
-            notes = Counter(notes) + Counter(row.notes)
+        # Once per row, however many conversations it has.
+        conversations = [source for source in sources if isinstance(source, Conversation)]
+        order = dict.fromkeys([name for each in conversations for name in order_notes(each.messages)], 1)
+        if row.notes or order:
+            notes = Counter(notes) + Counter(row.notes) + Counter(order)
         if isinstance(sources[0], TokenizedRow):
             if self.processor is not None and np.isin(sources[0].input_ids, self.processor.token_ids).any():
                 raise RowError(
@@ -435,7 +439,6 @@ class RowEncoder:
                     " messages instead of input_ids"
                 )
             return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
-        conversations = [source for source in sources if isinstance(source, Conversation)]
         media: list[list[LoadedMedia]] = []
         if self.processor is not None:
             conversations, media = reader.load(conversations)

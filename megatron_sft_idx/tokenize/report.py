@@ -27,6 +27,8 @@ _SELECTED = (
 )
 # By name: what a note counts, in the singular, and what happened to it.
 _NOTES = {
+    "begins_with_assistant": ("row", "beginning with an assistant message, before any user message"),
+    "ends_with_user": ("row", "ending with a user message, which no answer follows"),
     "content_empty": (
         "message",
         "without content rendered with empty content, because the chat template fails otherwise",

@@ -37,3 +37,20 @@ def test_parts_of_an_earlier_run_know_the_first_row(tmp_path: Path) -> None:
     again = preprocess(tmp_path / "x", "--input", source, "--overlong", "drop", capacity=64)
     assert "corpus reused" in again.out
     assert notes_of(again.out) == [f"1 control token in the data kept as text; first in {source}:2"]
+
+
+def test_the_order_of_roles_is_noted(tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    rows = [turns[:3], turns, turns[:1] + turns[2:], turns[2:3]]
+    made = preprocess(tmp_path / "x", rows=[{"messages": row} for row in rows])
+    assert made.code == 0, made
+    source = tmp_path / "rows.jsonl"
+    assert notes_of(made.out) == [
+        f"2 rows beginning with an assistant message, before any user message; first in {source}:3",
+        f"2 rows ending with a user message, which no answer follows; first in {source}:2",
+    ]
