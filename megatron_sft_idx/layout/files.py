@@ -65,9 +65,10 @@ def check_column_name(name: str) -> str:
     """Return ``name`` if it is a valid column name. FormatError: it is not."""
     if _may_name_column(name):
         return name
+    if name in RESERVED_NAMES:
+        raise FormatError(f"column {name!r}: this name has another meaning in packs or batches; choose another name")
     raise FormatError(
-        f"column {name!r}: a name is of small letters, digits and _, begins with a letter, has at most 64 of them, and"
-        f" is none of {', '.join(sorted(RESERVED_NAMES))}"
+        f"column {name!r}: a name is of small letters, digits and _, begins with a letter, and has at most 64 of them"
     )
 
 
