@@ -98,7 +98,10 @@ examples:
   pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --output-prefix data/train-32k
 
-  the same for context parallel size 4:
+  pack a packed shard again; do the same for data/train.valid, if --valid-fraction made it:
+    megatron-sft-idx pack data/train --seq-length 32768 --output-prefix data/train-32k
+
+  pack for context parallel size 4:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
 
   pack only the sequences of one input file:
@@ -308,7 +311,7 @@ def add_parser(verbs: Verbs) -> None:
             sequence; a row without the field, or with a value that does not fit into DTYPE, is a bad row (default
             DTYPE: float64); may be repeated
         --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences including overlong ones, at
-            PREFIX.unpacked; not with options that select rows
+            PREFIX.unpacked; cannot be combined with options that select rows, because it has all of them
         --source  write the column source, which stores the input file and row of every sequence (default: %(default)s)
         --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
             become float32 if they contain values other than 0 and 1 (default: 1)

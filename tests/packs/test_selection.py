@@ -348,7 +348,7 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
         (("--valid-fraction", 1), "leaves no rows for training"),
         (("--valid-fraction", 1e-9), "is left to validate with"),
         (("--sample", 1e-9), "is left to train on"),
-        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus stores all sequences"),
+        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus stores the sequences of all rows"),
         (("--repeat", "other.jsonl=2"), "no input file matches"),
     ],
 )
