@@ -25,7 +25,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
+from megatron_sft_idx.inspect.origin import find_row, parse_origin, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
@@ -39,6 +39,7 @@ from megatron_sft_idx.inspect.text import (
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.lines import counted, on_one_line, print_layout, print_lines, shortened
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
+from megatron_sft_idx.packs.source_names import SOURCE
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.outputs import check_output, write_file

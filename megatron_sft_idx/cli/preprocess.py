@@ -324,7 +324,7 @@ def add_parser(verbs: Verbs) -> None:
         group,
         """
         --dry-run  tokenise the first rows of every file, show the result and every error that would stop a run, and
-            write nothing; works without --output-prefix
+            write nothing; works without --output-prefix; the exit code is 1 if a run would stop
         --full  with --dry-run: tokenise all rows, and show every bad row, all lengths, and the resulting packs
         """,
     )
@@ -362,7 +362,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.output_prefix is None and not arguments.dry_run:
         parser.error("the following arguments are required: --output-prefix (only --dry-run works without it)")
     values, rows = preprocess_arguments(arguments) | {"output_prefix": arguments.output_prefix or ""}, arguments.input
@@ -375,19 +375,20 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--full needs --dry-run, because a run without it reads all rows anyway")
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
-        return
+        return 0
     prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
     # Rows from a pipe are not stored next to the output, whose folder may not exist.
     with inputs_of(
         rows, os.path.join(tempfile.gettempdir(), "dry-run"), media=options.encoding.processor is not None
     ) as (inputs, as_given):
-        lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
-    print_lines(map(as_given, lines))
-    if first is not None:
+        found = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
+    print_lines(map(as_given, found.lines))
+    if (first := found.first) is not None:
         print_layout("the first sequence, with trained tokens marked:\n")
         bounds = [0, len(first.ids)]
-        print_layout(mark_pack(first.ids, first.loss_mask, bounds, decode, media=first.media, color=in_color()))
+        print_layout(mark_pack(first.ids, first.loss_mask, bounds, found.decode, media=first.media, color=in_color()))
     print_layout("\nnothing was written")
+    return 1 if found.would_stop else 0
 
 
 def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

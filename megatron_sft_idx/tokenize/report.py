@@ -86,6 +86,8 @@ _IGNORED = "ignored_field:"
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
 _MAX_SUMMARY_NBYTES = 1 << 26
+# Number of rows to name in one line.
+MAX_NAMED = 3
 _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
@@ -160,7 +162,14 @@ class CorpusReport:
 
     def no_usable_row(self, name: str) -> FormatError:
         """Return the error about an input without a usable row, for the file or folder ``name``."""
-        return FormatError(f"{name}: no row of the input can be used ({self.rows} rows, {self.skipped} skipped)")
+        return FormatError(
+            f"{name}: no row of the input can be used ({counted(self.rows, 'row')}, {self.skipped:,} skipped)"
+        )
+
+
+def named_rows(rows: Sequence[tuple[str, int]]) -> str:
+    """Return the first of these rows, given as place and number of tokens, in one line for people."""
+    return ", ".join(f"{place} ({counted(tokens, 'token')})" for place, tokens in rows[:MAX_NAMED])
 
 
 @dataclass(slots=True)
@@ -176,6 +185,8 @@ class PackReport:
         method: the method whose plan was used.
         overlong: number of sequences longer than the capacity.
         overlong_choice: what was done with them, ``drop``, ``truncate`` or ``split``; ``error`` if none are allowed.
+        overlong_rows: place and number of tokens of the longest of these, longest first, at most a thousand; empty if
+            an earlier job made the shard.
         dropped_tokens: number of tokens of dropped sequences, and of truncated ones after their cut.
         lost_trained_tokens: number of trained tokens lost to ``--overlong``: those of dropped sequences, those after a
             cut, and first tokens of cuts, which nothing predicts there.
@@ -201,14 +212,15 @@ class PackReport:
     dropped_tokens: int
     lost_trained_tokens: int
     dropped_media_sequences: int = 0
+    overlong_rows: list[tuple[str, int]] = field(default_factory=list)
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
     found: bool = False
 
     @classmethod
-    def of(cls, headers: Sequence[Header]) -> PackReport:
-        """Return the counts in the headers of a job's shards."""
+    def of(cls, headers: Sequence[Header], overlong_rows: Sequence[tuple[str, int]] = ()) -> PackReport:
+        """Return the counts in the headers of a job's shards, and the given ``overlong_rows``."""
         packing = headers[0].metadata["packing"]
         names = ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
         counts = {name: sum(getattr(header, f"num_{name}") for header in headers) for name in names}
@@ -224,9 +236,19 @@ class PackReport:
             dropped_tokens=packing["dropped_tokens"],
             lost_trained_tokens=packing["lost_trained_tokens"],
             dropped_media_sequences=packing.get("dropped_media_sequences", 0),
+            overlong_rows=[*overlong_rows],
             left_out=packing.get("left_out", 0),
             selected=packing.get("selected", {}),
         )
+
+    def overlong_lines(self) -> list[str]:
+        """Return lines for people about sequences longer than the capacity; none if there are none."""
+        if not self.overlong:
+            return []
+        lines = [f"overlong        {self.describe_overlong()}"]
+        if self.overlong_rows:
+            lines.append(f"  longest       {named_rows(self.overlong_rows)}")
+        return lines
 
     def describe_overlong(self) -> str:
         """Describe what was done with sequences longer than the capacity, and what was lost; "" if there are none."""
@@ -235,9 +257,9 @@ class PackReport:
         done, way = _OVERLONG[self.overlong_choice]
         parted = self.dropped_media_sequences
         dropped = f", {parted:,} dropped, because the cut would go through an image or recording" if parted else ""
+        tokens, trained = counted(self.dropped_tokens, "token"), counted(self.lost_trained_tokens, "trained token")
         return (
-            f"{self.overlong - parted:,} sequences {done}{dropped}: {self.dropped_tokens:,} tokens left out,"
-            f" {self.lost_trained_tokens:,} trained tokens lost to {way}"
+            f"{counted(self.overlong - parted, 'sequence')} {done}{dropped}: {tokens} left out, {trained} lost to {way}"
         )
 
 
@@ -298,27 +320,27 @@ class Summary:
             f"tokens          {packing.tokens:,}",
             f"trained tokens  {packing.trained_tokens:,} ({share})",
             f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions per pack",
-            f"pack size       at most {packing.longest:,} tokens and {packing.most_sequences:,} sequences per pack",
+            f"pack size       at most {counted(packing.longest, 'token')} and"
+            f" {counted(packing.most_sequences, 'sequence')} per pack",
         ]
         if_any = {
-            f"left out        {packing.left_out:,} sequences left out by --where": packing.left_out,
-            f"overlong        {packing.describe_overlong()}": packing.overlong,
+            f"left out        {counted(packing.left_out, 'sequence')} left out by --where": packing.left_out,
             f"lost            columns {', '.join(packing.lost_columns)}: one row per pack of the source": (
                 packing.lost_columns
             ),
-            f"warning         {packing.masked_packs:,} packs have no token to train on: inspect lists them,"
-            " --drop-untrained leaves such sequences out": packing.masked_packs,
+            f"warning         {counted(packing.masked_packs, 'pack')} without a token to train on: inspect lists such"
+            " packs, --drop-untrained leaves such sequences out": packing.masked_packs,
         }
+        lines += packing.overlong_lines()
         lines += [line for line, count in if_any.items() if count]
         if (valid := self.valid) is not None:
             lines.append(
-                f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
-                f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
+                f"validation      {counted(valid.sequences, 'sequence')}, {counted(valid.tokens, 'token')},"
+                f" {valid.trained_tokens:,} trained, in {counted(valid.packs, 'pack')}: {self.prefix}.valid"
             )
             if valid.left_out:
-                lines.append(f"  left out      {valid.left_out:,} sequences left out by --where")
-            if valid.overlong:
-                lines.append(f"  overlong      {valid.describe_overlong()}")
+                lines.append(f"  left out      {counted(valid.left_out, 'sequence')} left out by --where")
+            lines += [f"  {line[:14].strip():<14}{line[16:]}" for line in valid.overlong_lines()]
         if corpus is not None:
             lines += corpus.note_lines()
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
