@@ -21,18 +21,20 @@ std::int64_t round_up(std::int64_t length, std::int64_t multiple) {
 }
 
 void check_shape(const SegmentTable& table, const BatchShape& shape) {
-  if (shape.multiple < 1 || shape.multiple > kMostPositions) throw std::invalid_argument("sequence multiple below 1");
+  if (shape.multiple < 1 || shape.multiple > kMostPositions) {
+    throw std::invalid_argument("the sequence multiple must be a positive int32");
+  }
   if (shape.seq_length < 1 || shape.seq_length > kMostPositions || shape.seq_length % shape.multiple != 0) {
     throw std::invalid_argument("sequence length " + std::to_string(shape.seq_length) +
                                 " is not a positive int32 that the sequence multiple " +
                                 std::to_string(shape.multiple) + " divides");
   }
-  if (shape.width < 2) throw std::invalid_argument("cu_seqlens need a width of 2 or more");
+  if (shape.width < 2) throw std::invalid_argument("cu_seqlens must have a width of at least 2");
   if (shape.pad_id < 0) throw std::invalid_argument("the pad id is negative");
   for (std::size_t row = 0; row < table.rows; ++row) {
     if (table.offsets[row] < 0 || table.offsets[row] > table.offsets[row + 1] ||
         table.offsets[row + 1] > static_cast<std::int64_t>(table.segments)) {
-      refuse(row, "its offsets are not ascending within the segments");
+      refuse(row, "its offsets do not ascend, or exceed the segments");
     }
   }
 }
@@ -44,15 +46,16 @@ void check_row(const std::vector<ShardView>& shards, const SegmentTable& table, 
     const std::int32_t shard = table.shards[s];
     const std::int64_t start = table.starts[s], length = table.lengths[s];
     if (shard < 0 || static_cast<std::size_t>(shard) >= shards.size() || shards[shard].tokens == nullptr) {
-      refuse(row, "segment " + std::to_string(s) + " is of shard " + std::to_string(shard) + ", which is not there");
+      refuse(row, "segment " + std::to_string(s) + " refers to shard " + std::to_string(shard) +
+                      ", which does not exist");
     }
     const std::int64_t count = shards[shard].count;
     if (length < 1 || length > count || start < 0 || start > count - length) {
       refuse(row, "segment " + std::to_string(s) + " begins at " + std::to_string(start) + " and has " +
-                      std::to_string(length) + " tokens, shard " + std::to_string(shard) + " holds " +
-                      std::to_string(count) + "; the index is damaged, or of another shard");
+                      std::to_string(length) + " tokens, but shard " + std::to_string(shard) + " has " +
+                      std::to_string(count) + "; the index is damaged, or belongs to another shard");
     }
-    // Neither sum can overflow: the room left is below 2^31, and so is the multiple.
+    // Neither sum can overflow, because the remaining room and the multiple are below 2^31.
     const std::int64_t room = shape.seq_length - used;
     if (length > room || round_up(length, shape.multiple) > room) {
       refuse(row, "its sequences, each padded to a multiple of " + std::to_string(shape.multiple) +
@@ -62,8 +65,8 @@ void check_row(const std::vector<ShardView>& shards, const SegmentTable& table, 
   }
   const std::int64_t entries = table.offsets[row + 1] - table.offsets[row] + 1 + (used < shape.seq_length ? 1 : 0);
   if (entries > shape.width) {
-    refuse(row, "cu_seqlens of width " + std::to_string(shape.width) + " do not hold its " + std::to_string(entries) +
-                    " boundaries");
+    refuse(row, "cu_seqlens of width " + std::to_string(shape.width) + " have no room for its " +
+                    std::to_string(entries) + " boundaries");
   }
 }
 
@@ -77,14 +80,14 @@ void check_column(const SegmentTable& table, const BatchColumn& column, std::siz
     const bool there = slot >= 0 && static_cast<std::size_t>(slot) < column.shards.size();
     const ColumnView shard = there ? column.shards[slot] : ColumnView{};
     if (shard.rows == nullptr || start < 0 || wanted > shard.count || start > shard.count - wanted) {
-      refuse(row, "of a column " + std::to_string(wanted) + " rows from " + std::to_string(start) + " on of shard " +
-                      std::to_string(slot) + ", which holds " + std::to_string(shard.count) +
-                      "; the index is damaged, or of another shard");
+      refuse(row, "needs " + std::to_string(wanted) + " rows of a column from row " + std::to_string(start) +
+                      " of shard " + std::to_string(slot) + ", which has " + std::to_string(shard.count) +
+                      "; the index is damaged, or belongs to another shard");
     }
   }
 }
 
-// ---- what is written ----
+// ---- writing ----
 
 void write_boundaries(const SegmentTable& table, const BatchShape& shape, std::size_t row, const BoundariesOut& out) {
   const bool padded = out.cu_seqlens_padded != nullptr;
@@ -141,15 +144,15 @@ void copy_loss(const ShardView& shard, std::int64_t first, std::size_t count, Ou
   }
 }
 
-// The mask of a segment that takes up `room` positions. Nothing is predicted at its last one.
+// The mask of a segment of `room` positions. The last position predicts nothing.
 template <typename Out>
 void write_loss(const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, Out* to) {
   copy_loss(shard, first, count - 1, to);
   std::fill(to + count - 1, to + room, Out{0});
 }
 
-// Calls segment(shard, first token, tokens, positions, where in the output) for each sequence of a row and
-// tail(positions, where) for what is left.
+// Calls segment(shard, first token, tokens, positions, output position) for each sequence of a row, and
+// tail(positions, output position) for the padding at the end.
 template <typename Segment, typename Tail>
 void walk_row(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape, std::size_t row,
               Segment segment, Tail tail) {
@@ -163,7 +166,7 @@ void walk_row(const std::vector<ShardView>& shards, const SegmentTable& table, c
   tail((row + 1) * seq_length - at, at);
 }
 
-// One row of a batch in a column: values where there are some, zeros else.
+// One row of a batch in a column: values of the sequences, and zeros for padding.
 void write_column(const SegmentTable& table, const BatchShape& shape, std::size_t row, const BatchColumn& column) {
   const bool by_token = column.per == Per::token, by_pack = column.per == Per::pack;
   const std::int64_t entries = by_token ? shape.seq_length : by_pack ? 1 : shape.width - 1;
@@ -183,7 +186,7 @@ void write_column(const SegmentTable& table, const BatchShape& shape, std::size_
   std::memset(to, 0, static_cast<std::size_t>(end - to));
 }
 
-// Wide where ids are int64.
+// Wide if ids are int64.
 template <typename Id, typename Loss>
 void write_rows(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
                 const BoundariesOut& boundaries, const BatchOut& out) {
@@ -229,7 +232,8 @@ void assemble(const std::vector<ShardView>& shards, const SegmentTable& table, c
   const bool flags = out.loss_type == LossType::u8;
   for (const ShardView& shard : shards) {
     if (flags && shard.tokens != nullptr && shard.loss_type == LossType::f32) {
-      throw std::invalid_argument("a uint8 mask cannot hold the float32 weights of the shards; ask for a float32 one");
+      throw std::invalid_argument(
+          "a uint8 mask cannot store the float32 weights of the shards; request a float32 mask");
     }
   }
   const auto write = out.labels != nullptr ? &write_rows<std::int64_t, float>

@@ -1,10 +1,10 @@
-// Assembles a whole micro-batch from the sequences of its rows, wherever they lie in shards.
+// Assembles a micro-batch from the sequences of its rows, which can be anywhere in the shards.
 //
-// A row of seq_length positions holds its sequences end to end, each padded to a multiple, and then one tail of
-// padding. With multiple 1 cu_seqlens are the boundaries of everything in the row, the tail included. With a larger
-// one cu_seqlens_padded are those, and cu_seqlens are running sums of the sequences' own lengths, as Transformer
-// Engine wants them beside each other: entry k of one belongs to entry k of the other, the tail has length 0. Either
-// ends in zero-length entries up to its width.
+// A row has seq_length positions: its sequences one after another, each padded to a multiple, then padding (the tail).
+// With multiple 1, cu_seqlens are the boundaries of all sequences and of the tail. With a larger multiple, these
+// boundaries are cu_seqlens_padded, and cu_seqlens are running sums of the sequence lengths without padding, as
+// Transformer Engine expects: entry k of one array belongs to entry k of the other, and the tail has length 0.
+// Both arrays are filled up to their width with entries of length zero.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace sft_idx {
 enum class IdType { u16, i32 };
 enum class LossType { u8, f32 };
 
-// All tokens of a shard and their label-aligned mask. tokens is null where no segment may name the shard.
+// All tokens of a shard and their label-aligned mask. tokens is null if no segment refers to the shard.
 struct ShardView {
   const void* tokens = nullptr;
   const void* loss = nullptr;
@@ -25,7 +25,7 @@ struct ShardView {
   LossType loss_type = LossType::u8;
 };
 
-// Row r holds segments offsets[r] to offsets[r + 1]; a segment is one sequence: its shard, first token and length.
+// Row r consists of segments offsets[r] to offsets[r + 1]. A segment is one sequence: shard, first token and length.
 struct SegmentTable {
   const std::int64_t* offsets;
   std::size_t rows;
@@ -49,8 +49,8 @@ struct BoundariesOut {
   std::int32_t* max_seqlen;
 };
 
-// Each [rows, seq_length]. Wide: tokens, labels and position_ids int64, loss_mask float32. Narrow: tokens int32, a
-// loss_mask of loss_type, where uint8 takes no float weights, and labels and position_ids null.
+// Each array is [rows, seq_length]. Wide: tokens, labels and position_ids are int64, loss_mask is float32. Narrow:
+// tokens are int32, loss_mask has loss_type (uint8 cannot store float weights), labels and position_ids are null.
 struct BatchOut {
   void* tokens;
   std::int64_t* labels;
@@ -61,14 +61,14 @@ struct BatchOut {
 
 enum class Per { token = 1, sequence = 2, pack = 3 };
 
-// Rows of a column in one shard, end to end; null where nothing may name them.
+// Rows of a column in one shard, contiguous; null if nothing refers to them.
 struct ColumnView {
   const void* rows = nullptr;
   std::int64_t count = 0;
 };
 
-// Values that travel beside the tokens, as bytes. Entry e is a segment, or a row of the batch where `per` is pack: its
-// values begin with row starts[e] of shards[slots[e]]. `out` is [rows, seq_length], [rows, width - 1] or [rows].
+// Values of a column, as bytes. Entry e is a segment, or a row of the batch if `per` is pack. Its values begin with row
+// starts[e] of shards[slots[e]]. `out` is [rows, seq_length], [rows, width - 1] or [rows].
 struct BatchColumn {
   Per per;
   std::size_t row_nbytes;
@@ -78,8 +78,8 @@ struct BatchColumn {
   void* out;
 };
 
-// Writes every item of its outputs; what is padding in a column is zero bytes. Before the first write everything is
-// checked against the shards and the shape: std::invalid_argument names the row and what is wrong with it.
+// Writes every item of its outputs; padding in a column is zero bytes. Before the first write, everything is checked
+// against the shards and the shape. std::invalid_argument has the row and the error.
 void assemble(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
               const BoundariesOut& boundaries, const BatchOut& out, const std::vector<BatchColumn>& columns);
 

@@ -16,7 +16,7 @@ void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::i
     std::int64_t bytes = 0;
     if (lengths[i] < 0) {
       throw std::invalid_argument("lengths[" + std::to_string(i) + "] is " + std::to_string(lengths[i]) +
-                                  ", lengths are never negative");
+                                  ", but lengths must not be negative");
     }
     if (__builtin_mul_overflow(lengths[i], scale, &bytes) || __builtin_add_overflow(sum, bytes, &sum)) {
       throw std::invalid_argument("the offset after lengths[" + std::to_string(i) + "] does not fit 63 bits");
@@ -29,7 +29,7 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
                            const std::int64_t* packs, std::size_t count, const PackLimits& limits) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (limits.multiple < 1 || limits.multiple > kMost || limits.capacity < 0 || limits.capacity > kMost) {
-    throw std::invalid_argument("the capacity and the sequence multiple are positive int32");
+    throw std::invalid_argument("the capacity and the sequence multiple must be positive int32");
   }
   PackSegments out;
   out.offsets.reserve(count + 1);
@@ -45,13 +45,13 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
     const std::int64_t first = index.sequence_offsets[pack], last = index.sequence_offsets[pack + 1];
     const std::int64_t begin = index.token_offsets[pack], end = index.token_offsets[pack + 1];
     if (first < 0 || first >= last || static_cast<std::size_t>(last) > index.sequences) {
-      refuse("sequence offsets are not ascending or point outside the shard (rule O1)");
+      refuse("sequence offsets do not ascend or exceed the shard (rule O1)");
     }
     if (begin < 0 || begin >= end || end > index.tokens) {
-      refuse("token offsets are not ascending or point outside the shard (rule O2)");
+      refuse("token offsets do not ascend or exceed the shard (rule O2)");
     }
     if (end - begin > limits.capacity) {
-      refuse("token offsets make it " + std::to_string(end - begin) + " tokens long, expected at most " +
+      refuse("token offsets give it " + std::to_string(end - begin) + " tokens, expected at most " +
              std::to_string(limits.capacity) + " (rule O2)");
     }
     if (last - first > limits.most_sequences) {
@@ -63,14 +63,14 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
     for (std::int64_t s = first; s < last; ++s) {
       const std::int64_t start = begin + index.starts[s];
       const std::int64_t stop = s + 1 < last ? begin + index.starts[s + 1] : end;
-      if (start >= stop || stop > end) refuse("sequence starts are not ascending inside the pack (rule P3)");
+      if (start >= stop || stop > end) refuse("sequence starts do not ascend within the pack (rule P3)");
       room -= (stop - start - 1) / limits.multiple * limits.multiple + limits.multiple;
       out.shards.push_back(static_cast<std::int32_t>(shard));
       out.starts.push_back(start);
       out.lengths.push_back(stop - start);
     }
     if (room < 0) {
-      refuse("its sequences, each rounded up to a multiple of " + std::to_string(limits.multiple) + ", take " +
+      refuse("its sequences, each rounded up to a multiple of " + std::to_string(limits.multiple) + ", need " +
              std::to_string(limits.capacity - room) + " positions, expected at most " +
              std::to_string(limits.capacity) + " (rule P5)");
     }
@@ -81,21 +81,21 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
 
 void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,
                       const std::uint32_t* starts, std::size_t starts_count, std::int64_t* out) {
-  if (sequence_offsets[0] != 0 || token_offsets[0] != 0) throw std::invalid_argument("offsets begin with 0");
+  if (sequence_offsets[0] != 0 || token_offsets[0] != 0) throw std::invalid_argument("offsets must begin with 0");
   for (std::size_t pack = 0; pack < packs; ++pack) {
-    // Both begin with 0 and every pack before this one ascended, so the differences cannot overflow.
+    // Both begin with 0 and ascend up to this pack, so the differences cannot overflow.
     const std::int64_t begin = sequence_offsets[pack], end = sequence_offsets[pack + 1];
     const auto refuse = [pack](const char* why) {
       throw std::invalid_argument("shard 0, pack " + std::to_string(pack) + ": " + why);
     };
     if (end <= begin || end > static_cast<std::int64_t>(starts_count)) {
-      refuse("sequence offsets are not ascending within the shard (rule O1)");
+      refuse("sequence offsets do not ascend within the shard (rule O1)");
     }
-    if (token_offsets[pack + 1] <= token_offsets[pack]) refuse("token offsets are not ascending (rule O2)");
+    if (token_offsets[pack + 1] <= token_offsets[pack]) refuse("token offsets do not ascend (rule O2)");
     const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
     for (std::int64_t s = begin; s < end; ++s) {
       if (starts[s] >= length || (s == begin ? starts[s] != 0 : starts[s] <= starts[s - 1])) {
-        refuse("sequence starts do not ascend from 0 within it (rules P2 to P4)");
+        refuse("its sequence starts do not ascend from 0 (rules P2 to P4)");
       }
       out[s] = token_offsets[pack] + starts[s];
     }

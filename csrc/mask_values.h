@@ -1,4 +1,4 @@
-// What a loss mask may hold, and how much of it is trained on (rule P7): loops that compilers turn into vector code.
+// Checks the values of loss masks (rule P7) and counts trained tokens, in loops that compilers vectorize.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sft_idx {
 
-// What a mask value may be on its way to Out.
+// Whether a mask value can be stored as Out.
 template <typename Out, typename In>
 bool mask_value_ok(In value) {
   if constexpr (std::is_same_v<Out, std::uint8_t>) {
@@ -25,7 +25,7 @@ bool mask_value_ok(In value) {
 template <typename Out, typename In>
 bool mask_ok(const In* mask, std::size_t count) {
   if constexpr (std::is_same_v<Out, std::uint8_t> && std::is_integral_v<In>) {
-    std::make_unsigned_t<In> bits = 0;  // all values are 0 or 1 exactly when the or of their bits is
+    std::make_unsigned_t<In> bits = 0;  // all values are 0 or 1 if and only if the OR of their bits is
     for (std::size_t i = 0; i < count; ++i) {
       bits = static_cast<std::make_unsigned_t<In>>(bits | static_cast<std::make_unsigned_t<In>>(mask[i]));
     }
@@ -39,7 +39,7 @@ bool mask_ok(const In* mask, std::size_t count) {
 
 template <typename T>
 std::int64_t count_nonzero(const T* values, std::int64_t count) {
-  // In runs that a counter as narrow as the values can hold, so that compilers keep it in a vector's lanes.
+  // Count in runs that fit a counter as narrow as the values, so that compilers keep it in the lanes of a vector.
   using Counter = std::conditional_t<sizeof(T) == 1, std::uint8_t, std::uint32_t>;
   constexpr std::int64_t run = std::numeric_limits<std::uint8_t>::max();
   std::int64_t total = 0;
@@ -52,11 +52,11 @@ std::int64_t count_nonzero(const T* values, std::int64_t count) {
   return total;
 }
 
-// Whether anything is trained on; ends at the first such value, eight bytes at a time.
+// Whether any token is trained on. Reads eight bytes at a time and stops at the first trained token.
 template <typename T>
 bool any_nonzero(const T* values, std::int64_t count) {
   constexpr std::int64_t step = 8 / sizeof(T);
-  // Without the signs of floats: there is a negative zero.
+  // Ignore the sign bits of floats, because of negative zero.
   constexpr std::uint64_t magnitude = std::is_floating_point_v<T> ? 0x7fffffff7fffffff : ~std::uint64_t{0};
   std::int64_t i = 0;
   for (; count - i >= step; i += step) {
@@ -70,15 +70,15 @@ bool any_nonzero(const T* values, std::int64_t count) {
   return false;
 }
 
-// Both in one go over the masks as they are stored.
+// Check and count in one pass over stored masks.
 struct MaskSummary {
   std::int64_t nonzero;
   bool ok;
 };
 
 inline MaskSummary summarise(const std::uint8_t* mask, std::int64_t count) {
-  // As many counters as a vector has lanes, each emptied before it runs over. Where all values are 0 or 1, which the
-  // or of their bits tells, their sum is how many are 1.
+  // One counter for each lane of a vector, emptied before it overflows. If all values are 0 or 1, which follows from
+  // the OR of their bits, their sum is the number of ones.
   constexpr std::int64_t lanes = 32, rows = std::numeric_limits<std::uint8_t>::max();
   std::int64_t total = 0, i = 0;
   std::uint8_t bits = 0;
@@ -103,8 +103,8 @@ inline MaskSummary summarise(const std::uint8_t* mask, std::int64_t count) {
 }
 
 inline MaskSummary summarise(const float* mask, std::int64_t count) {
-  // Bits of finite floats of 0 or more ascend with their value, so that one subtraction and a look at the highest bits
-  // tell all others, negative zero too, apart.
+  // The bits of finite floats of at least 0 ascend with their value. So one subtraction and the highest bits identify
+  // all other values, including negative zero.
   constexpr std::uint32_t largest = 0x7f7fffff;
   constexpr std::int64_t run = 1 << 16;
   std::int64_t total = 0;

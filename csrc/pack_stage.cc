@@ -19,14 +19,14 @@ PackStage::PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std
                      std::size_t room, std::int64_t vocab_size)
     : rules_{capacity, sequence_multiple, tokens, mask, vocab_size}, room_(room) {
   if (tokens == TokenType::i64 || (mask != MaskType::u8 && mask != MaskType::f32)) {
-    throw std::invalid_argument("staged as uint16 or int32 tokens, uint8 or float32 masks");
+    throw std::invalid_argument("tokens must be staged as uint16 or int32, masks as uint8 or float32");
   }
   // The upper limit keeps sums of rounded-up lengths within 63 bits.
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   if (capacity < 1 || sequence_multiple < 1 || capacity > most || sequence_multiple > most) {
-    throw std::invalid_argument("capacity and multiple are 1 to " + std::to_string(most));
+    throw std::invalid_argument("capacity and multiple must be 1 to " + std::to_string(most));
   }
-  if (vocab_size < 0) throw std::invalid_argument("a vocabulary has at least one token");
+  if (vocab_size < 0) throw std::invalid_argument("the vocabulary size must not be negative");
 }
 
 void PackStage::fail(const Breach& breach) const {
@@ -36,8 +36,8 @@ void PackStage::fail(const Breach& breach) const {
 template <typename Out>
 void PackStage::copy_tokens(const PackInput& input, Out* out) const {
   const bool surely_fit = with_tokens(input, [&](const auto* tokens) {
-    // No id is above the or of the bits of all, which takes one fast instruction per id. Where the or is too large, as
-    // it may be unless the vocabulary is a power of two, the ids are looked at once more.
+    // No id is larger than the OR of all bits, which takes one fast instruction per id. If the OR is too large, which
+    // can happen unless the vocabulary size is a power of two, the ids are checked individually.
     using Bits = std::make_unsigned_t<std::remove_const_t<std::remove_pointer_t<decltype(tokens)>>>;
     Bits bits = 0;
     for (std::size_t i = 0; i < input.tokens_count; ++i) {
@@ -124,7 +124,7 @@ void PackStage::count(const PackInput& input) {
   enter(input, added, sizes);
 }
 
-// Stages starts and records, and adds to the totals.
+// Stages starts and records, and updates the totals.
 void PackStage::enter(const PackInput& input, const Totals& added, const PackSizes& sizes) {
   const std::size_t starts = starts_.size(), records = records_.size();
   starts_.resize(starts + input.starts_count);
@@ -149,7 +149,7 @@ void PackStage::enter(const PackInput& input, const Totals& added, const PackSiz
 }
 
 void PackStage::clear() {
-  // A pack larger than the room does not leave its memory behind.
+  // Free the memory of a pack that was larger than the room.
   const auto reset = [this](auto& staged) {
     staged.clear();
     if (staged.capacity() > 8 * room_) staged.shrink_to_fit();

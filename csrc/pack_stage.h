@@ -1,4 +1,4 @@
-// Packs on their way to disk: checked against the format's rules while they are copied into the form that is written.
+// Checks packs against the rules of the format while copying them into the form in which they are written.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace sft_idx {
 
-// Leaves the bytes that a vector grows by as they are: they are written over at once.
+// Does not initialize the bytes by which a vector grows, because they are overwritten immediately.
 struct Unset : std::allocator<unsigned char> {
   template <typename T>
   struct rebind {
@@ -22,29 +22,29 @@ struct Unset : std::allocator<unsigned char> {
 };
 using StagedBytes = std::vector<unsigned char, Unset>;
 
-// Holds staged tokens (u16 or i32), masks (u8 or f32), starts and journal records until they are written and cleared,
-// and the running counts of all packs ever added.
+// Stores staged tokens (u16 or i32), masks (u8 or f32), starts and journal records until they are written and cleared,
+// and running counts of all packs added so far.
 class PackStage {
  public:
   struct Totals {
     std::int64_t packs = 0, sequences = 0, tokens = 0;
     std::int64_t trained_tokens = 0;
     std::int64_t masked_packs = 0;         // packs with no trained position
-    std::int64_t dropped_first = 0;        // token-aligned masks set on a sequence's first token
+    std::int64_t dropped_first = 0;        // non-zero token-aligned masks on the first token of a sequence
     PackSizes sizes;
   };
 
-  // room: tokens staged before add() asks for a flush. capacity: most positions of a pack, each sequence rounded up.
-  // vocab_size: ids are below it; 0 where no vocabulary is known.
+  // room: number of staged tokens at which add() requires a flush. capacity: maximum positions of a pack, with each
+  // sequence rounded up. vocab_size: upper bound of ids; 0 if no vocabulary is known.
   PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple, std::size_t room,
             std::int64_t vocab_size = 0);
 
-  // Stages packs. False, with nothing done, where what is staged must be flushed first. Throws
-  // std::invalid_argument, beginning with "pack <its number in the shard>: ", where a rule is broken; nothing is kept.
+  // Stages packs. Returns false, without any change, if the staged packs must be flushed first. If a pack breaks a
+  // rule, throws std::invalid_argument beginning with "pack <its number in the shard>: ", and stages none of the packs.
   bool add(const PackInput& input);
 
-  // As add, for packs that the caller writes from its own arrays: only their starts and records are staged. They have
-  // the types of the stage and are label-aligned.
+  // Like add, for packs that the caller writes from its own arrays, which have the types of the stage and are
+  // label-aligned. Stages only their starts and records.
   void count(const PackInput& input);
 
   void clear();

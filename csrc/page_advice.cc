@@ -39,7 +39,7 @@ std::int64_t advise_will_need(const void* data, std::size_t count, std::size_t i
                               const std::int64_t* stops, std::size_t ranges) {
   for (std::size_t i = 0; i < ranges; ++i) {
     if (starts[i] < 0 || stops[i] < starts[i] || stops[i] > static_cast<std::int64_t>(count)) {
-      throw std::invalid_argument("range " + std::to_string(i) + " lies outside the array");
+      throw std::invalid_argument("range " + std::to_string(i) + " is outside the array");
     }
   }
   const auto base = reinterpret_cast<std::uintptr_t>(data);
@@ -64,12 +64,13 @@ std::int64_t resident_nbytes(const void* data, std::size_t nbytes) {
   constexpr std::size_t pages_a_call = std::size_t{1} << 16;
   std::vector<unsigned char> found(std::min(pages_a_call, nbytes / page + 1));
   std::int64_t resident = 0;
-  // mincore takes a pointer to what it does not change.
+  // mincore takes a non-const pointer, but does not change the memory.
   auto* base = static_cast<char*>(const_cast<void*>(data));
   for (std::size_t done = 0; done < nbytes;) {
     const std::size_t part = std::min(nbytes - done, found.size() * page);
     if (mincore(base + done, part, found.data()) != 0) {
-      throw std::invalid_argument(std::string("mincore: ") + std::strerror(errno) + ": expected an array over a map");
+      throw std::invalid_argument(std::string("mincore: ") + std::strerror(errno) +
+                                  ": expected an array over a memory map");
     }
     for (std::size_t i = 0; i * page < part; ++i) {
       if ((found[i] & 1) != 0) resident += static_cast<std::int64_t>(std::min(page, part - i * page));

@@ -8,7 +8,7 @@
 namespace sft_idx {
 namespace {
 
-// What follows an opcode. The small values are a count of bytes.
+// Kind of the argument after an opcode. Small values are a number of bytes.
 enum Argument : std::uint8_t {
   kNone = 0,
   kLine = 10,       // up to a newline
@@ -19,11 +19,11 @@ enum Argument : std::uint8_t {
   kMemo1 = 31,      // a memo number of 1 or 4 bytes, or as decimal digits up to a newline
   kMemo4 = 34,
   kMemoLine = 39,
-  kFrame = 48,      // a length of 8 bytes, of which the unpickler reads as much at once; opcodes follow
+  kFrame = 48,      // a length of 8 bytes: the unpickler reads that many bytes at once; opcodes follow
   kUnknown = 255,
 };
 
-// As in Python's pickletools.
+// See Python's pickletools.
 constexpr std::array<std::uint8_t, 256> make_arguments() {
   std::array<std::uint8_t, 256> table{};
   for (auto& argument : table) argument = kUnknown;
@@ -89,10 +89,10 @@ class Walk {
         memo(decimal());
         break;
       case kFrame:
-        if (number(8) > nbytes_ - next_) fail("a frame reaches past the end");
+        if (number(8) > nbytes_ - next_) fail("a frame extends past the end");
         break;
       case kUnknown:
-        fail("no opcode of a pickle");
+        fail("not an opcode of a pickle");
       default:
         skip(kind);
     }
@@ -107,11 +107,11 @@ class Walk {
   }
 
   void skip(std::uint64_t size) {
-    if (size > nbytes_ - next_) fail("an argument reaches past the end");
+    if (size > nbytes_ - next_) fail("an argument extends past the end");
     next_ += static_cast<std::size_t>(size);
   }
 
-  // The first byte of a line that is skipped with its newline.
+  // The first byte of a line. Skips the line and its newline.
   std::size_t line() {
     const auto* end = std::find(data_ + next_, data_ + nbytes_, std::uint8_t{'\n'});
     if (end == data_ + nbytes_) fail("a line has no end");
@@ -124,16 +124,18 @@ class Walk {
     std::uint64_t value = 0;
     for (std::size_t i = line(); i + 1 < next_; ++i) {
       const unsigned digit = data_[i] - unsigned{'0'};
-      // Python takes signs, spaces and underscores too; no pickler writes them here.
-      if (digit > 9 || value > nbytes_) fail("a memo number that is none");
+      // Python also accepts signs, spaces and underscores, but no pickler writes them here.
+      if (digit > 9 || value > nbytes_) fail("an invalid memo number");
       value = 10 * value + digit;
     }
     return value;
   }
 
   void memo(std::uint64_t index) {
-    // An entry takes a byte at least, so no honest number reaches this.
-    if (index >= nbytes_) fail("memo number " + std::to_string(index) + " in " + std::to_string(nbytes_) + " bytes");
+    // An entry needs at least one byte, so no valid number is this large.
+    if (index >= nbytes_) {
+      fail("memo number " + std::to_string(index) + " in a pickle of " + std::to_string(nbytes_) + " bytes");
+    }
   }
 
   [[noreturn]] void fail(const std::string& what) const {

@@ -12,7 +12,7 @@ namespace sft_idx {
 
 namespace {
 
-// What a value on the pickle machine's stack is; the pairs' numbers are in the output already.
+// Kind of a value on the stack of the pickle machine. The numbers of pairs are already in the output.
 enum class Kind : std::uint8_t { kMark, kInteger, kPair, kList };
 
 constexpr std::uint8_t kNewestProtocol = 5;
@@ -27,13 +27,13 @@ class Machine {
       at_ = next_;
       stopped = step(*take(1));
     }
-    if (stack_ != std::vector<Kind>{Kind::kList}) fail("the pickle ends without one whole list");
+    if (stack_ != std::vector<Kind>{Kind::kList}) fail("the pickle ends without one complete list");
     if (next_ != nbytes_) fail("bytes follow the end of the pickle");
     return std::move(values_);
   }
 
  private:
-  // One opcode, named as in Python's pickletools; true for STOP.
+  // Processes one opcode (names from Python's pickletools). Returns true for STOP.
   bool step(std::uint8_t opcode) {
     switch (opcode) {
       case 0x80:  // PROTO
@@ -42,7 +42,7 @@ class Machine {
       case 0x95:  // FRAME
         take(8);
         break;
-      case 'q':  // BINPUT: remembers a value under a number; without the opcodes that recall one it means nothing
+      case 'q':  // BINPUT: stores a value under a number; has no effect without the opcodes that load it
         take(1);
         break;
       case 'r':  // LONG_BINPUT
@@ -122,12 +122,12 @@ class Machine {
     std::int64_t value = 0;
     const auto* end = text.data() + text.size();
     const auto result = std::from_chars(text.data(), end, value);
-    if (text.empty() || result.ec != std::errc() || result.ptr != end) fail("no decimal integer of 64 bits");
+    if (text.empty() || result.ec != std::errc() || result.ptr != end) fail("not a decimal integer of 64 bits");
     return value;
   }
 
   void push_integer(std::int64_t value) {
-    // Two at a time, so that the numbers in the output are those of pairs in their order.
+    // Two at a time, so that the output has the numbers of the pairs in order.
     if (stack_.size() > 1 && stack_.back() == Kind::kInteger && stack_[stack_.size() - 2] == Kind::kInteger) {
       fail("three integers in a row, expected pairs");
     }
@@ -135,7 +135,7 @@ class Machine {
     values_.push_back(value);
   }
 
-  // Replaces the top of the stack, which must be as said, bottom first.
+  // Replaces the top of the stack, which must have the given kinds, bottom first.
   void reduce(std::initializer_list<Kind> top, Kind made) {
     if (stack_.size() < top.size() || !std::equal(top.begin(), top.end(), stack_.end() - top.size())) {
       fail("not a list of pairs of integers");
@@ -145,7 +145,7 @@ class Machine {
   }
 
   const std::uint8_t* take(std::size_t count) {
-    if (count > nbytes_ - next_) fail("the pickle is cut short");
+    if (count > nbytes_ - next_) fail("the pickle is truncated");
     const auto* start = data_ + next_;
     next_ += count;
     return start;

@@ -1,4 +1,4 @@
-// Pickles that are read without doing what they say: any, and those of the indexes of Modalities' files.
+// Reads pickles without executing them: checks any pickle, and parses the indexes of Modalities' files.
 #pragma once
 
 #include <cstddef>
@@ -7,15 +7,14 @@
 
 namespace sft_idx {
 
-// Throws std::invalid_argument, which names the byte, unless the bytes are a pickle of protocol 0 to 5 whose opcodes
-// and arguments lie inside them up to STOP, and whose memo numbers are below the count of bytes: Python's unpickler
-// makes a table as long as the largest number says, so ten bytes could have it fill 64 GiB. Returns where STOP ends.
+// Returns the position after STOP. Throws std::invalid_argument with the position of the error unless the bytes are a
+// pickle of protocol 0 to 5, complete up to STOP, with memo numbers below the number of bytes. Python's unpickler
+// allocates a table for the largest memo number, so without this check ten bytes could make it fill 64 GiB.
 std::size_t check_pickle(const std::uint8_t* data, std::size_t nbytes);
 
-// The pairs of a list of pairs of integers, end to end. Reads what any pickle protocol, 0 to 5, makes of one, without
-// a stack of objects: nothing is looked up, called or remembered, and memory is at most a few times nbytes whatever
-// the bytes say.
-// Throws std::invalid_argument, which names the byte, for every other opcode, shape and size.
+// Parses a pickled list of pairs of integers of any protocol from 0 to 5, and returns the integers in order. There is
+// no stack of objects: nothing is looked up, called or remembered, and memory is at most a few times nbytes for any
+// input. Throws std::invalid_argument with the position of any other opcode, shape or size.
 std::vector<std::int64_t> parse_pickled_pairs(const std::uint8_t* data, std::size_t nbytes);
 
 }  // namespace sft_idx

@@ -15,13 +15,13 @@ std::int64_t number(const PackRules& rules, std::size_t pack) {
   return rules.first_pack + static_cast<std::int64_t>(pack);
 }
 
-// The largest id that the dtype holds.
+// The largest id that the dtype can store.
 std::int64_t largest_stored(const PackRules& rules) {
   if (rules.tokens == TokenType::u16) return std::numeric_limits<std::uint16_t>::max();
   return std::numeric_limits<std::int32_t>::max();
 }
 
-// Which pack holds a token, and where in it: only asked for once something is wrong.
+// Finds the pack of a token and the position in it. Only called for errors.
 template <typename Value>
 Breach at_token(const char* rule, const PackInput& input, const PackRules& rules, std::size_t token, Value value,
                 std::int64_t expected) {
@@ -32,7 +32,7 @@ Breach at_token(const char* rule, const PackInput& input, const PackRules& rules
   return {rule, number(rules, p), position, static_cast<Found>(value), expected};
 }
 
-// What keeps counts from being those of the arrays; F2 is the rule of sizes, of tokens (0) or starts (1).
+// Returns how counts differ from the sizes of the arrays: rule F2 with `at` 0 for tokens, 1 for starts.
 std::optional<Breach> broken_counts(const PackInput& input, const PackRules& rules) {
   std::size_t starts = input.starts_count, tokens = input.tokens_count;
   for (std::size_t p = 0; p < input.packs; ++p) {
@@ -49,7 +49,7 @@ std::optional<Breach> broken_counts(const PackInput& input, const PackRules& rul
     tokens -= static_cast<std::size_t>(length);
   }
   if (starts || tokens) {
-    throw std::invalid_argument("pack lengths and sequence counts do not add up to the arrays handed in");
+    throw std::invalid_argument("pack lengths and sequence counts do not add up to the sizes of the arrays");
   }
   return std::nullopt;
 }
@@ -150,31 +150,31 @@ std::string in_words(const Breach& breach, const PackRules& rules) {
   if (rule == "F2") return at ? "sequence starts run out" : "tokens run out";
   if (rule == "P1") {
     const bool empty = std::get<std::int64_t>(breach.found) < 1;
-    out << "it has " << found << " tokens, ";
-    empty ? out << "a pack holds at least one" : out << "the capacity is " << expected;
+    out << "it has " << found << " tokens, but ";
+    empty ? out << "a pack needs at least one" : out << "the capacity is " << expected;
   } else if (rule == "P2" && at < 0) {
-    out << "no sequence starts, the first must be 0";
+    out << "it has no sequence starts, but needs at least a first one at 0";
   } else if (rule == "P2") {
-    out << "first sequence starts at " << found << ", expected 0";
+    out << "the first sequence starts at " << found << ", expected 0";
   } else if (rule == "P3") {
-    out << "sequence " << at << " starts at " << found << ", not after " << expected - 1;
+    out << "sequence " << at << " starts at " << found << ", expected a start after " << expected - 1;
   } else if (rule == "P4") {
-    out << "sequence " << at << " starts at " << found << ", the pack has " << expected + 1 << " tokens";
+    out << "sequence " << at << " starts at " << found << ", but the pack has " << expected + 1 << " tokens";
   } else if (rule == "P5") {
-    out << "it takes " << found << " positions with each sequence rounded up to a multiple of " << rules.multiple
-        << ", the capacity is " << expected;
+    out << "it needs " << found << " positions with each sequence rounded up to a multiple of " << rules.multiple
+        << ", but the capacity is " << expected;
   } else if (rule == "P6") {
-    out << "label-aligned loss mask is set at position " << at
+    out << "the label-aligned loss mask is not 0 at position " << at
         << ", the end of a sequence, where there is no next token to predict (rule P6);"
-           " hand token-aligned masks in with mask_alignment=\"token\"";
+           " pass token-aligned masks with mask_alignment=\"token\"";
     return out.str();
   } else if (rule == "P7") {
-    out << "position " << at << " has loss mask " << found << ", the mask dtype holds "
+    out << "position " << at << " has loss mask " << found << ", but the mask dtype stores "
         << (rules.mask == MaskType::u8 ? "0 and 1 (weights need float32)" : "finite weights of 0 or more");
   } else if (rule == "P8") {
-    out << "position " << at << " has id " << found << ", the token dtype holds 0 to " << expected;
+    out << "position " << at << " has id " << found << ", but the token dtype stores 0 to " << expected;
   } else {
-    out << "position " << at << " has id " << found << ", the vocabulary has " << expected + 1 << " tokens";
+    out << "position " << at << " has id " << found << ", but the vocabulary has " << expected + 1 << " tokens";
   }
   out << " (rule " << rule << ")";
   return out.str();

@@ -1,5 +1,5 @@
-// The rules of packs (FORMAT.md, P1 to P9) in the one place that knows them: packs on their way in are held to them
-// here, and what verification walks over is measured with the same parts.
+// The rules of packs (FORMAT.md, P1 to P9). This is their only implementation: it checks packs that are written, and
+// verification uses parts of it.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace sft_idx {
 
-// Where a rule is broken. In packs that are taken in, `at` is a sequence (P2 to P4), 0 (P1, P5) or a token (P6 to P9)
-// of the pack; PackWalk counts from the shard's beginning. `expected` is the most or, for a start (P2, P3), the least
-// that is allowed.
+// A broken rule. For packs that are written, `at` is a sequence (P2 to P4), 0 (P1, P5) or a token (P6 to P9) of the
+// pack; PackWalk counts from the beginning of the shard. `expected` is the maximum or, for a start (P2, P3), the
+// minimum that is allowed.
 struct Breach {
   const char* rule;
   std::int64_t pack, at;
@@ -24,7 +24,7 @@ struct Breach {
 enum class TokenType { u16, i32, i64 };
 enum class MaskType { u8, i64, f32, f64 };
 
-// Packs as a caller has them, end to end. starts are positions inside their pack.
+// Packs from a caller, one after another. starts are positions in their pack.
 struct PackInput {
   const void* tokens;
   TokenType token_type;
@@ -39,12 +39,12 @@ struct PackInput {
   bool token_aligned;  // else label-aligned
 };
 
-// What packs are held to: capacity and multiple are 1 to 2^31 - 1, tokens end up as u16 or i32, masks as u8 or f32.
+// Limits and dtypes of packs: capacity and multiple are 1 to 2^31 - 1, tokens are u16 or i32, masks are u8 or f32.
 struct PackRules {
   std::int64_t capacity, multiple;
   TokenType tokens;
   MaskType mask;
-  std::int64_t vocab_size = 0;  // ids are below it (P9); 0 where no vocabulary is known
+  std::int64_t vocab_size = 0;  // upper bound of ids (P9); 0 if no vocabulary is known
   std::int64_t first_pack = 0;  // number of the first pack, for breaches
 };
 
@@ -54,7 +54,7 @@ struct PackSizes {
   std::int64_t most_sequences = 0;
 };
 
-// Calls with the values as what they are.
+// Calls a function with the values in their dtype.
 template <typename Call>
 auto with_tokens(const PackInput& input, Call call) {
   if (input.token_type == TokenType::u16) return call(static_cast<const std::uint16_t*>(input.tokens));
@@ -70,7 +70,7 @@ auto with_mask(const PackInput& input, Call call) {
   return call(static_cast<const double*>(input.mask));
 }
 
-// Whether the starts of one pack keep rules P2 to P4; there is at least one.
+// Whether the starts of one pack, at least one, follow rules P2 to P4.
 template <typename Start>
 bool starts_ok(const Start* starts, std::int64_t count, std::int64_t length) {
   bool ok = starts[0] == 0 && static_cast<std::int64_t>(starts[count - 1]) < length;
@@ -78,7 +78,7 @@ bool starts_ok(const Start* starts, std::int64_t count, std::int64_t length) {
   return ok;
 }
 
-// Positions of one pack of at most 2^31 - 1 tokens whose starts are good, each sequence rounded up to the multiple.
+// Positions of one pack of at most 2^31 - 1 tokens with valid starts, with each sequence rounded up to the multiple.
 template <typename Start>
 std::int64_t padded_length(const Start* starts, std::int64_t count, std::int64_t length, std::int64_t multiple) {
   // Processors divide 32 bits faster than 64.
@@ -94,19 +94,18 @@ std::int64_t padded_length(const Start* starts, std::int64_t count, std::int64_t
 // The largest id that the dtype and the vocabulary allow.
 std::int64_t largest_id(const PackRules& rules);
 
-// The first breach of rules P1 to P5; sizes are those of the packs before it. Reads nothing outside the arrays,
-// whatever they hold. Throws std::invalid_argument where lengths and counts do not add up to them.
+// The first violation of rules P1 to P5; sizes describe the packs before it. Never reads outside the arrays. Throws
+// std::invalid_argument if lengths and counts do not add up to the sizes of the arrays.
 std::optional<Breach> broken_shape(const PackInput& input, const PackRules& rules, PackSizes& sizes);
-// Of packs whose shape is good, the first id that its type does not hold (P8)
-// or that is beyond the vocabulary (P9), the first mask value (P7), and the first
-// label-aligned one that is set at a sequence's end (P6).
+// For packs with a valid shape: the first id that does not fit its type (P8) or is outside the vocabulary (P9), the
+// first invalid mask value (P7), and the first label-aligned mask value that is not 0 at the end of a sequence (P6).
 std::optional<Breach> broken_id(const PackInput& input, const PackRules& rules);
 std::optional<Breach> broken_mask(const PackInput& input, const PackRules& rules);
 std::optional<Breach> broken_end(const PackInput& input, const PackRules& rules);
-// All of these, in this order.
+// The first violation of these checks, in this order.
 std::optional<Breach> first_breach(const PackInput& input, const PackRules& rules);
 
-// A breach of packs that are taken in, as a sentence without the number of the pack.
+// A violation as text, without the number of the pack.
 std::string in_words(const Breach& breach, const PackRules& rules);
 
 }  // namespace sft_idx

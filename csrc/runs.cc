@@ -11,14 +11,16 @@ namespace {
 void check_bounds(const std::int64_t* bounds, std::size_t runs, std::size_t size) {
   if (bounds[0] < 0 || bounds[runs] > static_cast<std::int64_t>(size)) {
     throw std::invalid_argument("bounds from " + std::to_string(bounds[0]) + " to " + std::to_string(bounds[runs]) +
-                                " leave an array of " + std::to_string(size));
+                                " exceed an array of " + std::to_string(size));
   }
   for (std::size_t i = 0; i < runs; ++i) {
-    if (bounds[i + 1] < bounds[i]) throw std::invalid_argument("bounds[" + std::to_string(i + 1) + "] descends");
+    if (bounds[i + 1] < bounds[i]) {
+      throw std::invalid_argument("bounds[" + std::to_string(i + 1) + "] is smaller than the bound before it");
+    }
   }
 }
 
-// A number that equal values of different types share: ids as they are, masks by the bits of their float32.
+// A number that is the same for equal values of different types: ids unchanged, masks as the bits of their float32.
 template <typename Value>
 std::uint64_t number_of(Value value) {
   if constexpr (std::is_same_v<Value, std::uint8_t> || std::is_same_v<Value, float>) {
@@ -52,7 +54,7 @@ void hash_runs(const Value* values, std::size_t size, const std::int64_t* bounds
                std::uint64_t* out) {
   check_bounds(bounds, runs, size);
   for (std::size_t i = 0; i < runs; ++i) {
-    // One multiplication a value, of MurmurHash3's finalizer; the shift brings high bits back down.
+    // One multiplication per value, from MurmurHash3's finalizer; the shift moves high bits back down.
     std::uint64_t hash = 0x9e3779b97f4a7c15u;
     for (std::int64_t j = bounds[i]; j < bounds[i + 1]; ++j) {
       hash = (hash ^ number_of(values[j])) * 0xff51afd7ed558ccdu;
@@ -81,7 +83,7 @@ void gather_sequences(const void* source, std::size_t source_count, std::size_t 
                           : !is_within(places[s], lengths[s], out_count)  ? "output"
                                                                           : nullptr;
     if (outside != nullptr) {
-      throw std::invalid_argument("sequence " + std::to_string(s) + " lies outside the " + outside);
+      throw std::invalid_argument("sequence " + std::to_string(s) + " is outside the " + outside);
     }
     std::memcpy(to + static_cast<std::size_t>(places[s]) * item_nbytes,
                 from + static_cast<std::size_t>(starts[s]) * item_nbytes,

@@ -9,15 +9,15 @@
 namespace sft_idx {
 namespace {
 
-// A position in UTF-8 text that knows its character number and only moves forward.
+// A position in UTF-8 text with its character number. It only moves forward.
 class Cursor {
  public:
   Cursor(const std::uint8_t* text, std::int64_t size) : text_(text), size_(size) {}
 
-  // The byte where character `target` begins, size for one past the last, -1 for any further.
+  // Returns the first byte of character `target`; size for one past the last character, -1 for any later one.
   std::int64_t seek(std::int64_t target) {
     while (character_ < target) {
-      // Eight ASCII bytes at a time: chats are mostly ASCII, even where the words are not.
+      // Eight ASCII bytes at a time, because most bytes of chats are ASCII, even in languages with other letters.
       std::uint64_t eight = 0;
       if (target - character_ >= 8 && size_ - byte_ >= 8) {
         std::memcpy(&eight, text_ + byte_, 8);
@@ -43,7 +43,7 @@ class Cursor {
   std::int64_t character_ = 0;
 };
 
-// Fills ends[i] with the byte after token i; false where the tokens do not spell the text.
+// Fills ends[i] with the byte after token i. Returns false if the tokens do not spell the text.
 bool spell(const std::uint32_t* ids, std::size_t count, const std::uint8_t* text, std::int64_t size,
            const TokenBytes& tokens, std::vector<std::int64_t>& ends) {
   ends.resize(count);
@@ -87,11 +87,11 @@ void weigh_tokens(const TokenizedTexts& texts, const TokenBytes& tokens, const C
     for (std::int64_t s = spans.offsets[row]; s < spans.offsets[row + 1]; ++s) {
       const std::int64_t start = spans.edges[2 * s];
       const std::int64_t stop = spans.edges[2 * s + 1];
-      if (start < previous || stop < start) refuse(row, start, stop, "descends or overlaps the one before");
+      if (start < previous || stop < start) refuse(row, start, stop, "descends or overlaps the previous span");
       previous = stop;
       const std::int64_t begin_byte = cursor.seek(start);
       const std::int64_t end_byte = cursor.seek(stop);
-      if (begin_byte < 0 || end_byte < 0) refuse(row, start, stop, "ends past the text");
+      if (begin_byte < 0 || end_byte < 0) refuse(row, start, stop, "ends after the text");
       if (stop == start || !spelled[row]) continue;
       while (ends[token] <= begin_byte) ++token;
       if (spans.weights[s] != 0.0f && (token ? ends[token - 1] : 0) < begin_byte) ++straddling[row];

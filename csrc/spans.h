@@ -1,4 +1,4 @@
-// Character spans of a text become weights of the tokens that spell it, for tokenizers whose tokens are byte strings.
+// Converts weights of character spans of a text to weights of its tokens, for tokenizers whose tokens are byte strings.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace sft_idx {
 
-// What each token id stands for: token i is bytes [offsets[i], offsets[i + 1]). A token that is empty or outside
-// [0, size) spells nothing and makes its row "not spelled": a table of a whole vocabulary is not checked up front.
+// The bytes of each token id: token i is bytes [offsets[i], offsets[i + 1]). A row with a token that is empty or
+// outside [0, size) counts as "not spelled". The table of a whole vocabulary is not checked in advance.
 struct TokenBytes {
   const std::uint8_t* bytes;
   std::int64_t size;
@@ -15,7 +15,8 @@ struct TokenBytes {
   std::size_t count;
 };
 
-// Rows end to end: row r has ids [id_offsets[r], id_offsets[r + 1]) and UTF-8 text [text_offsets[r], text_offsets[r + 1]).
+// Rows one after another: row r has ids [id_offsets[r], id_offsets[r + 1]) and UTF-8 text [text_offsets[r],
+// text_offsets[r + 1]).
 struct TokenizedTexts {
   const std::uint32_t* ids;
   const std::int64_t* id_offsets;
@@ -31,14 +32,14 @@ struct CharacterSpans {
   const float* weights;
 };
 
-// A token gets the largest weight among the spans of which it holds a byte, 0 where there is none.
+// A token gets the largest weight of the spans that contain one of its bytes, or 0 if there is none.
 //
-// spelled[r] says whether the row's tokens, end to end, are exactly its text. Where they are not, byte positions mean
-// nothing: the row's weights are 0 and the caller must find another way. straddling[r] counts the weighted spans
-// whose first token began before them.
+// spelled[r] is whether the concatenated tokens of the row are exactly its text. If not, byte positions are not valid,
+// so the weights of the row are 0, and the caller must use another method. straddling[r] counts the weighted spans
+// with a first token that begins before the span.
 //
-// weights holds one value an id, spelled and straddling one a row. Throws std::invalid_argument on spans that
-// descend, overlap, or end past the text (the texts must be valid UTF-8).
+// weights has one value per id; spelled and straddling have one value per row. Throws std::invalid_argument if spans
+// descend, overlap, or end after the text. The texts must be valid UTF-8.
 void weigh_tokens(const TokenizedTexts& texts, const TokenBytes& tokens, const CharacterSpans& spans,
                   float* weights, std::int64_t* straddling, std::uint8_t* spelled);
 

@@ -24,10 +24,10 @@ bool same(const Stamp& a, const Stamp& b) {
          a.changed_ns == b.changed_ns;
 }
 
-// An open file, closed with the scope. None where nothing is at the path any more.
+// An open file, closed at the end of the scope. Not open if the file no longer exists.
 class Descriptor {
  public:
-  // Whoever opens a pipe waits for its other end, unless told not to.
+  // Opening a pipe would block until its other end is open, so open without blocking.
   explicit Descriptor(const std::string& path) : fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
     if (fd_ < 0 && errno != ENOENT && errno != ENOTDIR) throw FileError(errno, path);
   }
@@ -50,7 +50,7 @@ class Descriptor {
   int fd_;
 };
 
-// False where the file ends before.
+// Returns false if the file ends before.
 bool read_all(int fd, std::int64_t offset, std::size_t nbytes, char* out, const std::string& path) {
   while (nbytes > 0) {
     const ssize_t got = ::pread(fd, out, nbytes, offset);
@@ -89,7 +89,7 @@ std::size_t read_ranges(const FileRange* ranges, std::size_t count, void* out, s
     const FileRange& range = ranges[i];
     if (range.offset < 0 || range.nbytes < 0 || range.offset > range.file->nbytes() ||
         range.nbytes > range.file->nbytes() - range.offset) {
-      throw std::invalid_argument("range " + std::to_string(i) + " lies outside " + range.file->path());
+      throw std::invalid_argument("range " + std::to_string(i) + " is outside " + range.file->path());
     }
     if (static_cast<std::size_t>(range.nbytes) > room) throw std::invalid_argument("the ranges do not fit the output");
     room -= static_cast<std::size_t>(range.nbytes);

@@ -19,8 +19,8 @@ struct Steps {
 };
 
 Steps steps(const std::vector<std::int64_t>& offsets, std::int64_t limit) {
-  // The highest bit of a difference tells its sign: of values within 0 and limit none overflows, and one beyond them
-  // sets the bit itself.
+  // The highest bit of a difference is its sign. Differences of values from 0 to limit cannot overflow, and a value
+  // outside this range has the bit set itself.
   const auto top = static_cast<std::uint64_t>(limit);
   auto before = static_cast<std::uint64_t>(offsets[0]);
   std::uint64_t wrong = before | (top - before);
@@ -65,7 +65,7 @@ void PackWalk::packs(const std::int64_t* token_offsets, const std::int64_t* sequ
   passed_over_.clear();
   at_ = seen_ = 0;
   if (!count) return;
-  // The next pack has to end later, or it is this one that ends too late.
+  // If the next pack does not end later, this pack is the one that ends too late.
   const std::int64_t token_ahead = looks_ahead ? token_offsets[count + 1] : limits_.tokens + 1;
   const std::int64_t sequence_ahead = looks_ahead ? sequence_offsets[count + 1] : limits_.sequences + 1;
   const Steps tokens = steps(token_offsets_, limits_.tokens), sequences = steps(sequence_offsets_, limits_.sequences);
@@ -122,16 +122,16 @@ std::int64_t PackWalk::wanted_sequences() const {
 }
 
 void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
-  // The end of the sequence that was open before, and one for each start.
+  // The end of the sequence that was open before, and one end per start.
   ends_.resize(std::max(ends_.size(), count + 1));
   num_ends_ = next_end_ = 0;
   while (count) {
     while (at_ < run_packs() && passed_over(at_)) ++at_;
-    std::size_t taken = count;  // where no pack wants them
+    std::size_t taken = count;  // if no pack needs them
     if (at_ < run_packs()) {
       const Pack open = pack(at_);
       const std::int64_t ahead = open.first - sequence_;
-      if (ahead > 0) {  // of a pack that was passed over
+      if (ahead > 0) {  // of a pack that was skipped
         taken = std::min(static_cast<std::size_t>(ahead), count);
       } else if (taken = ahead ? 0 : whole_packs(values, count); !taken) {
         start(open, *values);
@@ -145,9 +145,9 @@ void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
   }
 }
 
-// Takes packs as long as all their starts are here and break no rule; returns how many starts that were.
+// Consumes packs as long as all their starts are available and valid. Returns the number of consumed starts.
 std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count) {
-  // Copies of our own: what is written through a pointer to 64 bits might otherwise be one of them.
+  // Local copies, because the compiler must assume that writes through a 64-bit pointer change the members.
   const std::int64_t first_sequence = sequence_, added = limits_.multiple - 1, capacity = limits_.capacity;
   const auto given = static_cast<std::int64_t>(count);
   const std::size_t first = at_, packs = run_packs();
@@ -161,7 +161,7 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
     if (length > capacity || !starts_ok(values + taken, last + 1, length)) break;
     for (std::int64_t i = taken; i < taken + last; ++i) ends[i] = open.begin + values[i + 1];
     ends[taken + last] = open.end;
-    // Packs that rounding up cannot make the longest so far need not be divided up.
+    // If rounding up cannot make the pack the longest so far, its sequences need not be rounded.
     if (length + (last + 1) * added > totals_.sizes.longest_padded) {
       const std::int64_t padded = padded_length(values + taken, last + 1, length, limits_.multiple);
       if (padded > capacity) break;
@@ -193,7 +193,7 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
 }
 
 void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
-  constexpr std::int64_t huge = std::int64_t{1} << 62;  // far beyond any capacity, and one more still fits 63 bits
+  constexpr std::int64_t huge = std::int64_t{1} << 62;  // far above any capacity; adding one still fits 63 bits
   if (padded_ < huge) {
     padded_ += (end - open_ + limits_.multiple - 1) / limits_.multiple * limits_.multiple;
   }
@@ -235,7 +235,7 @@ void PackWalk::mask(const Mask* values, std::size_t count) {
     if (first >= stop) break;
     if (first >= begin) trained_ = false;
     const std::int64_t from = std::max(first, begin), to = std::min(end, stop);
-    // What a pack ends with is mostly trained on: a look there first is a branch that is foreseen.
+    // The end of a pack is usually trained on, so checking there first is a well-predicted branch.
     const std::int64_t tail = std::max(from, to - 8);
     trained_ = trained_ || any_nonzero(values + (tail - begin), to - tail) ||
                any_nonzero(values + (from - begin), tail - from);

@@ -1,8 +1,8 @@
-"""Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.
+"""Packed SFT data for Megatron: five memory-mapped files per shard, exact loss masks.
 
-This file offers the public names, each imported when it is first used, so that nobody pays for torch or Megatron who
-only reads or packs. Modules of the package import from each other and never from here. What each folder is for, its
-own first lines say; docs/development.md shows how they fit together.
+This file exports the public names. Each is imported when it is first used, so programs that only read or pack do not
+import torch or Megatron. Modules of the package import from each other, never from here. The docstring of each
+subpackage describes its purpose; docs/development.md shows how they fit together.
 """
 
 import os

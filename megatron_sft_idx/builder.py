@@ -69,7 +69,7 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         if not path.endswith(".bin") or path.endswith((".loss.bin", ".seq.bin")):
             raise FormatError(f"{path}: expected the path of the token file, PREFIX.bin")
         if (prefix := ShardPaths.of(path).prefix) != path[: -len(".bin")] or ShardPaths.of(prefix).prefix != prefix:
-            raise FormatError(f"{path}: a prefix that itself ends like one of the five files; choose another name")
+            raise FormatError(f"{path}: a prefix must not end like one of the five files; choose another name")
         self.dtype = dtype
         self.multimodal = False
         self.writer = ShardWriter(
@@ -107,15 +107,15 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
 
     def add_item(self, tensor: Any, mode: int = 0) -> NoReturn:
         """Not supported: an item has no loss mask."""
-        self._refuse("add_item", "tokens alone have no loss mask and no sequence starts")
+        self._refuse("add_item", "tokens without a loss mask and sequence starts are not enough")
 
     def add_document(self, tensor: Any, lengths: list[int], modes: list[int] | None = None) -> NoReturn:
         """Not supported: a document has no loss mask."""
-        self._refuse("add_document", "tokens alone have no loss mask")
+        self._refuse("add_document", "tokens without a loss mask are not enough")
 
     def end_document(self) -> NoReturn:
         """Not supported: every pack is one document."""
-        self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
+        self._refuse("end_document", "every pack is one document, which ends with add_pack")
 
     def _refuse(self, method: str, reason: str) -> NoReturn:
         raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
@@ -140,8 +140,8 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         shard = Shard(path_prefix)
         if shard.header.token_dtype != np.dtype(self.dtype):
             raise FormatError(
-                f"{path_prefix}: tokens are {shard.header.token_dtype}, this builder writes {np.dtype(self.dtype)};"
-                " open the builder with the same dtype"
+                f"{path_prefix}: tokens are {shard.header.token_dtype}, but this builder writes"
+                f" {np.dtype(self.dtype)}; open the builder with the same dtype"
             )
         self.writer.add_shard(shard)
 
@@ -149,5 +149,8 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
         """Write the indexes and publish the shard. ``idx_path``, if given, must be ``PREFIX.idx``."""
         expected = self.writer.prefix + ".idx"
         if idx_path is not None and os.path.abspath(idx_path) != os.path.abspath(expected):
-            raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")
+            raise FormatError(
+                f"{idx_path}: all five files have the same prefix, so the index must be {expected}; leave the"
+                " argument out"
+            )
         return self.writer.finalize()

@@ -58,11 +58,10 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     """A packed SFT shard, read by pointer arithmetic over memory maps.
 
     ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``. The ids (in the on-disk dtype) and the
-    label-aligned mask are read-only views that stay valid after the dataset is gone. The boundaries
-    ``[0, start_1, ..., length]`` are a new int32 array. A shard with images or audio adds ``media``: a list of the
-    items
-    of the pack, each with its encoded file as a read-only view. ``ds[i]`` is the only method whose meaning differs from
-    the parent's, which returns only tokens; use ``get`` for that. Opening takes the same time for any number of packs.
+    label-aligned mask are read-only views that stay valid after the dataset is gone. ``seq_boundaries`` is a new int32
+    array ``[0, start_1, ..., length]``. A shard with images or audio adds ``media``: a list of the items of the pack,
+    each with its encoded file as a read-only view. Indexing is the only method whose meaning differs from the parent's,
+    where ``ds[i]`` is only the tokens; ``get`` returns these. Opening takes the same time for any number of packs.
 
     Args:
         path_prefix: the path that the five files share.
@@ -133,14 +132,16 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
-        """Open the shard. The arguments are those of the constructor."""
+        """Open the shard. See the constructor for the arguments."""
         if multimodal:
             raise FormatError(
-                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"
-                " audio are in ds[i]['media']"
+                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False, and read images and"
+                " audio from ds[i]['media']"
             )
         if object_storage_config and not is_remote(path_prefix):
-            raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
+            raise FormatError(
+                f"{path_prefix}: object storage is configured, but this is a local path; leave the configuration out"
+            )
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
         name = backend or ("mmap" if mmap else "pread")
         read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)

@@ -46,6 +46,7 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
     Attributes:
         prefix: the path the five files share.
         missing: paths of the missing files.
+        remedy: what the user can do about it.
 
     Example:
         >>> from megatron_sft_idx import Shard

@@ -2,8 +2,7 @@
 
 File names and data can contain line ends, terminal escape sequences, invisible characters that reorder or break lines,
 and bytes that are not UTF-8. ``on_one_line`` replaces these with pictures or numbers. ``EscapedLines`` does the same
-for
-everything printed to a stream, so commands can use plain ``print``. ``print_layout`` is for text whose line breaks,
+for everything printed to a stream, so commands can use plain ``print``. ``print_layout`` is for text whose line breaks,
 tabs and colours are layout, and in which the data are already escaped. ``Shown`` and ``shown_by_fields`` define the
 ``repr`` of the classes of this package.
 """
@@ -108,12 +107,11 @@ class EscapedLines:
     """A text stream that keeps each printed text on one line.
 
     ``print`` writes a text and then a separate line end, so line ends inside a text are data. If a text ends with a
-    line
-    end, the next text decides: before a separate line end it is data; otherwise it ends the line, as in logging's
+    line end, the next text decides: before a separate line end it is data; otherwise it ends the line, as in logging's
     output.
 
     Args:
-        stream: the underlying stream; all methods that are not defined here are those of this stream.
+        stream: the underlying stream; methods that are not defined here are forwarded to it.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -26,8 +26,8 @@ _PROVIDER = "train_valid_test_dataset_provider"
 
 _DESCRIPTION = """\
 Run a pretraining script of Megatron-LM, such as pretrain_gpt.py or pretrain_hybrid.py, on packed SFT data. The script
-is not edited. Options of this program come before SCRIPT or behind it; everything else is the script's, which takes
---data-path, --split, --seq-length and all others unchanged.
+is not edited. Options of this program come before or after SCRIPT. All other options are passed to the script, such as
+--data-path, --split and --seq-length.
 """
 _EXAMPLE = """\
 examples:
@@ -38,11 +38,11 @@ examples:
   eight GPUs:
     torchrun --nproc-per-node 8 -m megatron_sft_idx.pretrain Megatron-LM/pretrain_gpt.py ...
 
-  sequences that are packed as training starts, for a shard of any --seq-length:
+  pack the sequences when training starts, for a shard of any --seq-length:
     python -m megatron_sft_idx.pretrain --index-only-packing Megatron-LM/pretrain_gpt.py ...
 
 The flags --sft, --no-create-attention-mask-in-dataloader and --calculate-per-token-loss are needed. Arguments that
-would hang, or train on something else than the shards say, are refused with the remedy.
+would hang, or would not train on exactly what the shards contain, are rejected with a remedy.
 """
 
 
@@ -63,29 +63,34 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="pack the sequences of the shards for --seq-length when training starts; no file is rewritten",
     )
-    add("--packing-method", metavar="METHOD", help="method of --index-only-packing, as of the verb pack; default: auto")
+    add(
+        "--packing-method",
+        metavar="METHOD",
+        help="method of --index-only-packing, see megatron-sft-idx pack; default: auto",
+    )
     add("--max-sequences-per-pack", type=int, metavar="N", help="limit for --index-only-packing; default: no limit")
     add(
         "--plan-cache",
         metavar="FOLDER",
-        help="folder for the plans of --index-only-packing; default: that of --data-cache-path",
+        help="folder for the plans of --index-only-packing; default: the folder of --data-cache-path",
     )
-    add("--pad-id", type=int, metavar="ID", help="id that fills up rows; default: the pad id of the shards")
+    add("--pad-id", type=int, metavar="ID", help="id for padding rows; default: the pad id of the shards")
     add(
         "--ignore-media",
         action="store_true",
-        help="train on shards with images and audio as if their placeholder tokens were text; else they are refused",
+        help="train on shards with images and audio as if their placeholder tokens were text; without this option"
+        " they are rejected",
     )
     add(
         "--columns",
         type=lambda names: tuple(names.split(",")),
         metavar="NAME,...",
-        help="columns that rows come with; the script's get_batch has to take them out, or Megatron drops them",
+        help="columns to return with rows; the script's get_batch must use them, otherwise Megatron drops them",
     )
     add(
         "--padding-mask",
         action="store_true",
-        help="add padding_mask to rows, for a script whose forward_step hands it to the model",
+        help="add padding_mask to rows, for a script whose forward_step passes it to the model",
     )
 
 
@@ -108,18 +113,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
         parser.error(
-            f"{error}; give the script of a Megatron-LM checkout, put the checkout into PYTHONPATH, or install"
-            " megatron-core 0.19 or later, whose wheel has megatron.training"
+            f"{error}; use the script in a Megatron-LM checkout, add the checkout to PYTHONPATH, or install"
+            " megatron-core 0.19 or later, which includes megatron.training"
         )
     except SFTIndexError as error:
         print(*(f"{PROGRAM}: error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         return 1
     if not was_called():
-        parser.error(f"{script}: it ended without calling Megatron's pretrain(), so nothing was trained; {_REMEDY}")
+        parser.error(
+            f"{script}: the script ended without calling Megatron's pretrain(), so nothing was trained; {_REMEDY}"
+        )
     return 0
 
 
-_REMEDY = "give a script that does, such as Megatron-LM's pretrain_gpt.py"
+_REMEDY = "use a script that calls it, such as Megatron-LM's pretrain_gpt.py"
 
 
 def divide(parser: Parser, words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
@@ -142,12 +149,12 @@ def _script_complaint(script: str) -> str:
         with open(script, encoding="utf-8") as file:
             source = file.read()
     except FileNotFoundError:
-        return f"{script}: no such script; give the path of Megatron-LM's pretrain_gpt.py or pretrain_hybrid.py"
+        return f"{script}: no such script; pass the path of Megatron-LM's pretrain_gpt.py or pretrain_hybrid.py"
     except OSError as error:
-        return f"{script}: {error.strerror}; give the path of a script, such as Megatron-LM/pretrain_gpt.py"
+        return f"{script}: {error.strerror}; pass the path of a script, such as Megatron-LM/pretrain_gpt.py"
     except UnicodeDecodeError:
-        return f"{script}: no Python script; {_REMEDY}"
-    return "" if "pretrain" in source else f"{script}: it never calls Megatron's pretrain(); {_REMEDY}"
+        return f"{script}: not a Python script; {_REMEDY}"
+    return "" if "pretrain" in source else f"{script}: the script never calls Megatron's pretrain(); {_REMEDY}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A type of every kind that pyarrow has, and values of each, among them the oddest that its bytes can hold."""
+"""All kinds of pyarrow types, with values for each, including the strangest values that the bytes allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 3
 
 
 class Unknown(pa.ExtensionType):
-    """A type that no other program knows; it is never registered."""
+    """An extension type that is never registered, so no other program knows it."""
 
     def __init__(self, storage: pa.DataType) -> None:
         super().__init__(storage, "acme.unknown")
@@ -36,7 +36,7 @@ _PLAIN += " string large_string string_view binary large_binary binary_view mont
 
 @cache
 def flat_types() -> dict[str, pa.DataType]:
-    """The types whose values lie in no other array, by name."""
+    """Return the types without child arrays, by name."""
     found = [getattr(pa, name)() for name in _PLAIN.split()]
     found += [pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"), pa.binary(3), pa.binary(0)]
     found += [pa.timestamp(unit, zone) for unit, zone in itertools.product(_UNITS, _ZONES)]
@@ -49,7 +49,7 @@ def flat_types() -> dict[str, pa.DataType]:
 
 @cache
 def types() -> dict[str, pa.DataType]:
-    """Flat types, and such as hold others, by name."""
+    """Return flat types and nested types, by name."""
     text, number, time = pa.string(), pa.int64(), pa.timestamp("ns")
     fields = [pa.field("a", pa.float16()), pa.field("b", pa.decimal256(40, 3)), pa.field("c", pa.string_view())]
     found = [*flat_types().values(), pa.struct(fields), pa.struct([])]
@@ -73,10 +73,10 @@ def types() -> dict[str, pa.DataType]:
 _WORDS = ["", "one", "a longer word than a view holds", "\x00\n\u2028\U0001f600", '{"a": null}', "[1"]
 
 
-def array_of(  # noqa: PLR0912 - a branch a kind of type
+def array_of(  # noqa: PLR0912 - one branch per kind of type
     kind: pa.DataType, count: int, chance: random.Random, nulls: bool = True
 ) -> pa.Array:
-    """Values of a type; about one in four is null, where ``nulls``."""
+    """Return an array of a type. With ``nulls``, about one value in four is null."""
     is_null = [nulls and chance.random() < 0.25 for _ in range(count)]
     mask = pa.array(is_null, pa.bool_())
     if isinstance(kind, pa.BaseExtensionType):
@@ -109,7 +109,7 @@ def array_of(  # noqa: PLR0912 - a branch a kind of type
         values = array_of(kind.value_type, count, chance)
         try:
             return pa.RunEndEncodedArray.from_arrays(ends, values, kind)
-        except pa.ArrowInvalid:  # decimals of too many digits, of which pyarrow makes no runs
+        except pa.ArrowInvalid:  # pyarrow cannot run-end encode decimals with too many digits
             return pa.RunEndEncodedArray.from_arrays(ends, pa.nulls(count, kind.value_type), kind)
     if pa.types.is_map(kind):
         lengths = [chance.randrange(3) for _ in range(count)]
@@ -117,7 +117,7 @@ def array_of(  # noqa: PLR0912 - a branch a kind of type
         keys = array_of(kind.key_type, sum(lengths), chance, nulls=False)
         items = array_of(kind.item_type, sum(lengths), chance)
         return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=mask)
-    if pa.types.is_fixed_size_list(kind) and not kind.list_size:  # by which from_arrays divides
+    if pa.types.is_fixed_size_list(kind) and not kind.list_size:  # from_arrays divides by the list size
         return pa.array([None if null else [] for null in is_null], kind)
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(
@@ -149,7 +149,7 @@ def array_of(  # noqa: PLR0912 - a branch a kind of type
 
 
 def _of_bits(kind: pa.DataType, is_null: list[bool], chance: random.Random) -> pa.Array:
-    """Numbers, times and the like of any bits: years beyond 9999, NaN and too many digits are among them."""
+    """Return numbers, times and similar values of random bits, including years beyond 9999, NaN and too many digits."""
     nbytes = -(-kind.bit_width // 8)
     extremes = [b"\x00" * nbytes, b"\xff" * nbytes, b"\xff" * (nbytes - 1) + b"\x7f", b"\x00" * (nbytes - 1) + b"\x80"]
     raw = b"".join(chance.choice([*extremes, chance.randbytes(nbytes)]) for _ in is_null)
@@ -159,7 +159,7 @@ def _of_bits(kind: pa.DataType, is_null: list[bool], chance: random.Random) -> p
 
 
 def places(array: pa.Array, chance: random.Random) -> Iterator[tuple[str, pa.Array]]:
-    """An array as it is, and in columns of structs, lists, maps and dictionaries, by how it lies there."""
+    """Yield an array as it is, and inside structs, lists, maps and dictionaries, each with the name of that form."""
     yield "plain", array
     yield "struct", pa.StructArray.from_arrays([array, pa.array(range(len(array)))], ["x", "n"])
     ends = pa.array(range(len(array) + 1), pa.int32())
@@ -188,9 +188,9 @@ def _can_be_joined(array: pa.Array) -> bool:
 
 
 def written(array: pa.Array, kind: str) -> bool:
-    """Whether pyarrow can write a column as a file of this kind, and finds the same values in it."""
+    """Return whether pyarrow can write a column as a file of this kind and reads the same values from it."""
     if kind == "parquet" and "[0]" in str(array.type):
-        return False  # pyarrow 26 ends the process
+        return False  # pyarrow 26 crashes the process
     sink, table = pa.BufferOutputStream(), pa.table({"k": range(len(array)), "c": array})
     try:
         if kind == "parquet":
@@ -211,7 +211,7 @@ def written(array: pa.Array, kind: str) -> bool:
 
 @cache
 def columns(kind: str) -> dict[str, dict[str, pa.Array]]:
-    """Columns of every type, by name of the type and by place, that pyarrow can write as a file of this kind."""
+    """Return columns of all types that pyarrow can write as this kind of file, by name of the type and by form."""
     chance = random.Random(kind)
     found: dict[str, dict[str, pa.Array]] = {}
     for name, each in types().items():
@@ -238,7 +238,7 @@ _AS_IN_JSON |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)
 
 
 def is_of_json(kind: pa.DataType) -> bool:
-    """Whether JSON has all values of a type."""
+    """Return whether JSON can represent all values of a type."""
     if pa.types.is_map(kind):
         return str(kind.key_type) in ("string", "large_string") and is_of_json(kind.item_type)
     if pa.types.is_struct(kind):
@@ -249,7 +249,7 @@ def is_of_json(kind: pa.DataType) -> bool:
 
 
 def values_of(value: Any, kind: pa.DataType) -> Any:
-    """A value of such a type as rows have it, of what pyarrow says it is."""
+    """Return a value of a type as rows must have it. ``value`` is pyarrow's own conversion to Python."""
     if value is None:
         return None
     if pa.types.is_map(kind):

@@ -1,4 +1,4 @@
-"""A disk on which some looks at a path fail, and a clock that moves only when somebody waits for the next look."""
+"""A disk on which some reads of a path fail, and a clock that advances only when the code waits before a retry."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import waiting
 
-# Faults that a network file system may have for a moment, apart from a torn file.
+# Temporary faults of a network file system, apart from a torn file.
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOENT)
 
 
 def hurry(patch: pytest.MonkeyPatch, pause: Callable[[], object] = lambda: None) -> None:
-    """Make waits between looks take no time; ``pause`` is called in each of them."""
+    """Make waits between looks take no time, and call ``pause`` in each of them."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -33,15 +33,15 @@ def hurry(patch: pytest.MonkeyPatch, pause: Callable[[], object] = lambda: None)
 
 @contextmanager
 def failing(path: Path, number: int, looks: float) -> Iterator[list[int]]:
-    """Within this context so many looks at a path fail with an error; yields a list with the number of those that did.
+    """Make the next ``looks`` looks at a path fail with an error. Yield a list with the number of failures so far.
 
-    Opening, listing and the status are looks. Two paths are one if their texts are the same.
+    Opening a file, listing a folder and reading the status are looks. Paths are compared as text.
     """
     failed = [0]
 
     def faulty(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(where: Any, *more: Any, **named: Any) -> Any:
-            # Where a lock or a rename is at work, its own file has another name.
+            # The files of locks and renames have other names.
             if isinstance(where, str | os.PathLike) and os.fspath(where) == str(path) and failed[0] < looks:
                 failed[0] += 1
                 if name == "access":
@@ -59,7 +59,7 @@ def failing(path: Path, number: int, looks: float) -> Iterator[list[int]]:
 
 @contextmanager
 def torn(path: Path, nbytes: int, patch: pytest.MonkeyPatch, *, heals: bool) -> Iterator[None]:
-    """Within this context only the first bytes of a file are there; if it ``heals``, until the next look."""
+    """Truncate a file to its first bytes within this context, or only until the next look if it ``heals``."""
     whole = path.read_bytes()
     path.write_bytes(whole[:nbytes])
     hurry(patch, (lambda: path.write_bytes(whole)) if heals else lambda: None)
@@ -70,19 +70,19 @@ def torn(path: Path, nbytes: int, patch: pytest.MonkeyPatch, *, heals: bool) -> 
 
 
 def lengths_of(path: Path, most: int) -> list[int]:
-    """Some lengths at which a document is torn: empty, just begun, one byte short, and others."""
+    """Return lengths to truncate a document to: empty, just begun, one byte short, and others."""
     nbytes = path.stat().st_size
     inside = random.Random(nbytes).sample(range(2, nbytes - 1), min(most, nbytes - 3))
     return sorted({0, 1, nbytes - 1, *inside})
 
 
 class Look(NamedTuple):
-    """Something that is looked at.
+    """A function that reads a path, with the result to expect.
 
     Attributes:
-        path: where.
-        value: what is found there, in a form that can be compared.
-        is_document: whether it is a document, which may be torn.
+        path: the path that it reads.
+        value: reads the path and returns a value that can be compared.
+        is_document: whether it reads a document, which can be torn.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class Look(NamedTuple):
 
 
 def survives_bad_looks(look: Look, patch: pytest.MonkeyPatch, most: int = 12) -> None:
-    """One bad look changes nothing, whatever is bad about it. A document is torn at ``most`` lengths or so."""
+    """Check that one bad look of any kind does not change the result. A document is torn at about ``most`` lengths."""
     hurry(patch)
     expected = look.value()
     for number in ERRORS:
@@ -107,7 +107,7 @@ def survives_bad_looks(look: Look, patch: pytest.MonkeyPatch, most: int = 12) ->
 
 
 def reports_lasting_faults(look: Look, patch: pytest.MonkeyPatch, most: int = 12) -> None:
-    """A fault that lasts is an error that names the file, and the number of the system's error."""
+    """Check that a permanent fault raises an error with the file and the system's error number."""
     hurry(patch)
     for number in (errno.EIO, errno.ESTALE):
         with failing(look.path, number, float("inf")), pytest.raises(SFTIndexError) as error:

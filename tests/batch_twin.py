@@ -1,4 +1,4 @@
-"""Micro-batches the slow and obvious way: one Python list a row, one position at a time."""
+"""Make micro-batches the slow and obvious way: one Python list per row, one position at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Row:
 def slow_row(
     sequences: list[tuple[list[int], list[float]]], seq_length: int, width: int, multiple: int, pad_id: int
 ) -> Row:
-    """A row of sequences given as ids and label-aligned mask; ``cu_seqlens_padded`` counts only with a multiple > 1."""
+    """Return a row of sequences, given as ids and label-aligned mask.
+
+    ``cu_seqlens_padded`` is used only if multiple > 1.
+    """
     row = Row([], [], [], [], [0], [0], 0)
     for ids, mask in sequences:
         own = len(ids)
@@ -53,14 +56,14 @@ def slow_row(
 def slow_batch(
     rows: list[list[tuple[list[int], list[float]]]], seq_length: int, width: int, multiple: int, pad_id: int
 ) -> dict[str, list[Any]]:
-    """The tensors of a batch, as lists, by name."""
+    """Return the tensors of a batch as lists, by name."""
     made = [slow_row(row, seq_length, width, multiple, pad_id) for row in rows]
     names = [name for name in Row.__annotations__ if multiple > 1 or name != "cu_seqlens_padded"]
     return {name: [getattr(row, name) for row in made] for name in names}
 
 
 def slow_column(per: str, rows: list[Any], seq_length: int, width: int, multiple: int, zero: Any) -> list[Any]:
-    """A column of a batch; a row has the values of each sequence, one of each sequence, or is one, as ``per`` says."""
+    """Return a column of a batch. ``rows`` has the values of each row, in the form for columns of ``per``."""
     if per == "pack":
         return rows
     out = []

@@ -1,4 +1,4 @@
-"""Datasets for tests as Megatron's own builder makes them, and the shards under them."""
+"""Build datasets for tests with Megatron's own builder, and the shards that they read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 32
 
 
 def packs_of(count: int, salt: int = 0) -> list[Sample]:
-    """Packs that all differ, in tokens and lengths."""
+    """Return packs that all differ in tokens and lengths."""
     random = np.random.default_rng(salt)
     packs = []
     for i in range(count):
@@ -34,7 +34,7 @@ def write_packs(prefix: Path, count: int, salt: int = 0, **options: Any) -> str:
 
 
 def write_documents(prefix: Path, lengths: Sequence[int], first: int = 50_000, dtype: Any = np.int32) -> str:
-    """A stock dataset, whose tokens count on from document to document."""
+    """Write a stock Megatron dataset. Its tokens are consecutive numbers, through all documents."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for length in lengths:
         builder.add_item(torch.arange(first, first + length))
@@ -45,7 +45,7 @@ def write_documents(prefix: Path, lengths: Sequence[int], first: int = 50_000, d
 
 
 def config_of(blend: Any = None, split: str | None = None, **options: Any) -> PackedSFTDatasetConfig:
-    """A configuration; ``blend`` is a path, (paths, weights), or None where ``blend_per_split`` is given."""
+    """Return a configuration. ``blend`` is a path, (paths, weights), or None if ``blend_per_split`` is given."""
     if isinstance(blend, str):
         blend = ([blend], None)
     if blend is not None and split is None:
@@ -56,18 +56,18 @@ def config_of(blend: Any = None, split: str | None = None, **options: Any) -> Pa
 
 
 def build(config: PackedSFTDatasetConfig, sizes: Any = (None, None, None)) -> list[Any]:
-    """Train, valid and test, by Megatron's builder."""
+    """Build the data sets for train, valid and test with Megatron's builder."""
     return list(BlendedMegatronDatasetBuilder(PackedSFTDataset, list(sizes), lambda: True, config).build())
 
 
 def key_of(row: Any) -> tuple[int, ...]:
-    """The real tokens of a row, which tell packs apart."""
+    """Return the tokens of a row without padding, which identify the pack."""
     tokens = row["tokens"].tolist()
     return tuple(token for token in tokens if token)
 
 
 def digest_of(row: Any) -> str:
-    """Of every byte of a row."""
+    """Return a digest of all bytes of a row."""
     digest = hashlib.sha256()
     for key in sorted(row):
         digest.update(key.encode() + np.asarray(row[key]).tobytes())

@@ -1,7 +1,8 @@
-"""Megatron-Bridge's own data modules without a GPU: those that are installed, or of the checkout in MEGATRON_BRIDGE.
+"""Import Megatron-Bridge's own data modules without a GPU, from the installation or a checkout (MEGATRON_BRIDGE).
 
-Its packages import all of its models, and these Transformer Engine, which is compiled against CUDA. Three packages are
-made bare for that, but for the names of its data configurations; the modules in them are its own, whole.
+Bridge's packages import all of its models, and these import Transformer Engine, which is compiled against CUDA.
+Therefore the ``__init__`` of three packages is replaced by an empty one with only the names of the data configurations.
+The modules in these packages are Bridge's own, unchanged.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# A folder with the sources of Megatron-Bridge, in place of what is installed.
+# A folder with the sources of Megatron-Bridge, to use instead of the installed version.
 CHECKOUT = os.environ.get("MEGATRON_BRIDGE")
 BARE = ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.builders")
-# Modules of ours that import it.
+# Our modules that import it.
 OURS = ("megatron_sft_idx.training.packed_shard", "megatron_sft_idx.training.bridge_config")
 MISSING = "megatron-bridge is not installed: make test-megatron has it, for Python 3.12"
 
 
 def bridge_folder() -> Path | None:
-    """The folder of the package ``megatron.bridge``; None where there is none."""
+    """Return the folder of the package ``megatron.bridge``, or None if there is none."""
     if CHECKOUT:
         return Path(CHECKOUT, "src", "megatron", "bridge")
     if find_spec("megatron") is None or (spec := find_spec("megatron.bridge")) is None:
@@ -34,9 +35,9 @@ def bridge_folder() -> Path | None:
 
 
 def make_bare(more: Sequence[str] = ()) -> None:
-    """Put the bare packages, and ``more`` of them, where Python looks for modules.
+    """Put the empty packages, and the packages in ``more``, into ``sys.modules``.
 
-    AssertionError where Bridge is not there.
+    Raise AssertionError if Bridge is missing.
     """
     folder = bridge_folder()
     assert folder is not None, MISSING
@@ -54,7 +55,7 @@ def make_bare(more: Sequence[str] = ()) -> None:
 
 
 def forget(before: set[str]) -> None:
-    """Take its modules out again, but for those of ``before``, and ours that have imported them."""
+    """Remove Bridge's modules, except ``before``, from ``sys.modules``, and our modules that imported them."""
     for name in set(sys.modules) - before:
         if name.startswith("megatron.bridge") or name in OURS:
             del sys.modules[name]

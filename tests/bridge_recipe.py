@@ -1,9 +1,9 @@
-"""Runs the script of docs/bridge.md in the current folder, up to the batches that Megatron-Bridge would train on.
+"""Run the script of docs/bridge.md in the current folder, up to the batches that Megatron-Bridge would train on.
 
 ``python tests/bridge_recipe.py SCRIPT OUT`` keeps the batches of two epochs of training, and of one of validation, in
-the file OUT. Data set, collate, sampler and loader are Bridge's own; how it calls the loader stands in its
-``data/loaders.py``, which needs a GPU's packages. OUT then has ``train`` and ``valid``, lists of batches or None, and
-``eos_id``.
+the file OUT. Data set, collate function, sampler and loader are Bridge's own. They are called as in Bridge's
+``data/loaders.py``, which itself needs packages for a GPU. OUT has ``train`` and ``valid``, lists of batches or None,
+and ``eos_id``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAIN_EPOCHS = 2
 
 
 def build(config: Any, tokenizer: Any) -> Any:
-    """The data sets, as Bridge has them built: by a provider's own method, else by the builder."""
+    """Build the data sets as Bridge does: with the provider's own method if it has one, otherwise with the builder."""
     base = import_module("megatron.bridge.data.base")
     if isinstance(config, base.DatasetProvider):
         samples = {"train_samples": 8, "valid_samples": 4, "test_samples": 4}
@@ -30,7 +30,7 @@ def build(config: Any, tokenizer: Any) -> Any:
 
 
 def batches_of(config: Any, dataset: Any, batch: int, training: bool) -> list[dict[str, Any]] | None:
-    """Global batches, each as the loader of one data-parallel rank gives it."""
+    """Return global batches as the loader of one data-parallel rank returns them."""
     if dataset is None:
         return None
     own = type(config).__name__.startswith("GPTSFT")  # Bridge fills up the last batch of validation

@@ -1,18 +1,18 @@
-"""Packed batches with images through Megatron-Bridge's own training step and models for Qwen-VL, on the CPU.
+"""Run packed batches with images through Megatron-Bridge's own training step and Qwen-VL models, on the CPU.
 
 ``python tests/bridge_vlm_steps.py MODEL FOLDER OUT`` makes a shard of chats with images in FOLDER, and batches of them
-in two ways: from the shard, and by Bridge's own collate function from the chats. It trains on both with the model
-``qwen2.5`` or ``qwen3``, and writes into the file OUT, as JSON, how far they are from each other. The script of
-docs/media.md is FOLDER/finetune_vlm.py; Bridge's loader reads its data set.
+in two ways: from the shard, and by Bridge's own collate function from the chats. It trains the model ``qwen2.5`` or
+``qwen3`` on both, and writes the differences to the file OUT, as JSON. FOLDER/finetune_vlm.py is the script of
+docs/media.md; Bridge's loader reads its data set.
 
-The step (``training/vlm_step.py``), the models, the collate function and what they import are Bridge's own. These stand
-in for what needs a GPU:
+The step (``training/vlm_step.py``), the models, the collate function and their imports are Bridge's own. Code that
+needs a GPU is replaced:
 
-- attention: ``SegmentAttention``, in place of Transformer Engine's;
-- the images' encoder of Qwen3-VL: that of transformers, which Bridge's Qwen2.5-VL has anyway;
-- its class of attention, which is None without it: Bridge's main asks whether a layer has one;
-- ``Tensor.cuda`` returns the tensor, and ``torch.cuda.nvtx`` marks nothing;
-- two classes that the step names in annotations, and its count of floating point operations.
+- attention: ``SegmentAttention`` replaces Transformer Engine's;
+- image encoder of Qwen3-VL: the encoder of transformers, which Bridge's Qwen2.5-VL uses anyway;
+- the class of Transformer Engine's attention, which would be None: Bridge's main branch checks for it;
+- ``Tensor.cuda`` returns the tensor, and ``torch.cuda.nvtx`` does nothing;
+- two classes in annotations of the step, and its count of floating point operations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_sft_idx.training.sources import StoredPacks
 from megatron_sft_idx.training.vlm_batch import bridge_vlm_batch
 
 LENGTH = 96
-# Of each chat the sizes of its images, which nothing has to resize; several have equally many positions.
+# The sizes of the images of each chat. No image has to be resized; several have the same number of positions.
 SHOWN = [[(84, 56)], [(56, 84), (56, 56)], [], [(56, 112)], [(56, 56), (112, 56), (84, 84)]]
 ANSWERS = ["the cat sat", "hello", "on the mat here", "what?", "the mat"]
 Batch = dict[str, Any]
@@ -57,7 +57,7 @@ Batch = dict[str, Any]
 
 
 def enter_bridge() -> None:
-    """Make its modules importable, with stand-ins for the three that want Transformer Engine or a newer Megatron."""
+    """Make Bridge's modules importable. Three that need Transformer Engine or a newer Megatron are replaced."""
     models = "megatron.bridge.models"
     make_bare([models, f"{models}.qwen_vl", f"{models}.qwen_vl.modelling_qwen3_vl", f"{models}.qwen_vl.data"])
     for name, members in {
@@ -102,14 +102,14 @@ VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2
 
 
 def attending(qk_layernorm: bool) -> Any:
-    """A layer of megatron.core with ``SegmentAttention``."""
+    """Return the spec of a megatron.core layer with ``SegmentAttention``."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm)
     spec.submodules.self_attention.submodules.core_attention = SegmentAttention
     return spec
 
 
 def qwen25(ids: dict[str, int]) -> Any:
-    """Bridge's Qwen2.5-VL as its provider builds it."""
+    """Build Bridge's Qwen2.5-VL with its provider."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
     provider = import_module("megatron.bridge.models.qwen_vl.qwen25_vl_provider").Qwen25VLModelProvider
@@ -121,7 +121,7 @@ def qwen25(ids: dict[str, int]) -> Any:
 
 
 def qwen3(ids: dict[str, int]) -> Any:
-    """Bridge's Qwen3-VL, with the encoder of transformers in place of that made of Transformer Engine."""
+    """Build Bridge's Qwen3-VL with the image encoder of transformers, because Bridge's needs Transformer Engine."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -135,7 +135,7 @@ def qwen3(ids: dict[str, int]) -> Any:
             return made.pooler_output, made.deepstack_features
 
     folder = "megatron.bridge.models.qwen_vl"
-    import_module(f"{folder}.modelling_qwen3_vl.attention").TEDotProductAttention = ()  # nothing is one
+    import_module(f"{folder}.modelling_qwen3_vl.attention").TEDotProductAttention = ()  # no layer is an instance
     provider = import_module(f"{folder}.qwen3_vl_provider").Qwen3VLModelProvider
     vision = Qwen3VLVisionConfig(**VISION, patch_size=14, num_position_embeddings=64, deepstack_visual_indexes=[0])
     config = provider(**SIZES, **ids, vision_config=vision)
@@ -152,7 +152,7 @@ def qwen3(ids: dict[str, int]) -> Any:
     return model
 
 
-# With its family in ``tiny_media_models``.
+# For each model its family in ``tiny_media_models`` and its builder.
 MODELS: dict[str, tuple[str, Callable[[dict[str, int]], Any]]] = {
     "qwen2.5": ("qwen2.5-vl", qwen25),
     "qwen3": ("qwen3-vl", qwen3),
@@ -160,7 +160,7 @@ MODELS: dict[str, tuple[str, Callable[[dict[str, int]], Any]]] = {
 
 
 class Watch:
-    """Times nothing: Bridge's timers and its straggler timer."""
+    """A timer that does nothing, for Bridge's timers and its straggler timer."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return self
@@ -175,7 +175,7 @@ class Watch:
 
 
 def trained(model: Any, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """Of all trained positions the loss, and the gradient of their sum, by Bridge's ``forward_step``."""
+    """Return the loss at all trained positions, and the gradient of the sum, from Bridge's ``forward_step``."""
     checks = SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False)
     settings = SimpleNamespace(dataset=SimpleNamespace(), model=model.config, rerun_state_machine=checks)
     state = SimpleNamespace(timers=Watch(), straggler_timer=Watch(), cfg=settings)
@@ -193,7 +193,7 @@ def trained(model: Any, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
 
 
 def difference(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    """The larger of the relative differences of losses and of gradients."""
+    """Return the larger of the relative differences of losses and of gradients."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
 
 
@@ -201,7 +201,7 @@ def difference(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> f
 
 
 def chat(number: int, form: str) -> dict[str, Any]:
-    """A chat with its images as files (``bytes``) or as they are opened (``opened``)."""
+    """Return a chat with its images as files (``bytes``) or as opened images (``opened``)."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": "what "}]
     for image, size in enumerate(SHOWN[number]):
         data = png(*size, 10 * number + image)
@@ -213,10 +213,10 @@ def chat(number: int, form: str) -> dict[str, Any]:
 
 
 def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch:
-    """What Bridge makes of these chats. It also trains on the line end behind an answer, which is taken out here."""
+    """Return Bridge's batch of these chats, without the line end after an answer, which Bridge also trains on."""
     collate = import_module("megatron.bridge.models.qwen_vl.data.collate_fn").qwen2_5_collate_fn
     examples = [chat(number, "opened") for number in numbers]
-    sizes = {"min_pixels": None, "max_pixels": None}  # the processor has its sizes
+    sizes = {"min_pixels": None, "max_pixels": None}  # the processor's own limits apply
     packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": multiple}
     batch: Batch = collate(examples, processor, **sizes, **packing)
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -227,7 +227,7 @@ def collated(numbers: Sequence[int], processor: Any, multiple: int = 1) -> Batch
 
 
 def unequal(found: Batch, wanted: Batch) -> list[str]:
-    """The names of what is not the same in two batches."""
+    """Return the names of entries that differ between two batches."""
     names = []
     for name in sorted({*found, *wanted}):
         one, other = (each.get(name, "missing") for each in (found, wanted))
@@ -243,7 +243,7 @@ def unequal(found: Batch, wanted: Batch) -> list[str]:
 
 
 def positions_of(batch: Batch, ids: dict[str, Any]) -> Tensor:
-    """The positions that Bridge's Qwen3-VL counts for a packed row."""
+    """Return the positions that Bridge's Qwen3-VL computes for a packed row."""
     count = import_module("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope").get_rope_index
     params = import_module("megatron.bridge.training.utils.packed_seq_utils").get_packed_seq_params(batch)
     tokens = (ids[f"{name}_token_id"] for name in ("image", "video", "vision_start"))
@@ -253,7 +253,7 @@ def positions_of(batch: Batch, ids: dict[str, Any]) -> Tensor:
 
 
 def loaded(config: Any) -> list[Batch]:
-    """An epoch of batches from Bridge's own loader, with a worker process, for what it is told to train on."""
+    """Return one epoch of batches from Bridge's own loader, with one worker process."""
     config.finalize()
     base = import_module("megatron.bridge.data.base")
     samples = {"train_samples": 8, "valid_samples": 4, "test_samples": 4}
@@ -293,12 +293,12 @@ def main(model: str, folder: str, out: str) -> None:
     step = MediaInputs(processor, config)
 
     def made(packs: Sequence[int] = packs, media: Any = step, within: int = 1, **options: Any) -> Batch:
-        """The batch for Bridge, of a batch whose sequences are padded to multiples of ``within``."""
+        """Return the batch for Bridge, made from a batch with sequences padded to multiples of ``within``."""
         assembler = BatchAssembler(source, LENGTH + 32, padding_mask=True, media=media, sequence_multiple=within)
         return bridge_vlm_batch(assembler.assemble(packs), **options)
 
     found: dict[str, Any] = {"packs": len(shard), "chats": order}
-    # Bridge's own batches have positions of text.
+    # Bridge's own batches have text positions.
     theirs, padded = collated(order, processor), collated(order, processor, 8)
     of_text = {**made(), "position_ids": theirs["position_ids"]}
     found["unequal"] = {
@@ -339,7 +339,7 @@ def main(model: str, folder: str, out: str) -> None:
             "swapped": away(made(media=Swapped(step))),
             "one sequence": away({**whole, **through, "max_seqlen_q": torch.tensor(total)}),
         }
-        if model == "qwen3":  # Qwen2.5-VL counts positions by itself
+        if model == "qwen3":  # Qwen2.5-VL computes positions itself
             for name, positions in {
                 "positions of text": theirs["position_ids"],
                 "time": whole["position_ids"][:1],

@@ -1,4 +1,4 @@
-"""What several test modules need: bundled chats, a call of the command line, a shard as sequences."""
+"""Helpers for many test modules: bundled chats, calls of the command line, a shard as sequences."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CHATS = ROOT / "tools/demo/chats.jsonl"
 TOKENIZER = ROOT / "tools/demo/tokenizer"
 GENERATION_TEMPLATE = ROOT / "tools/demo/chat_template_generation.jinja"
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
-# What preprocess makes.
+# Suffixes of the files that preprocess writes.
 MADE = (*SUFFIXES, ".source.col")
 
 
 class Outcome(NamedTuple):
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -42,13 +42,13 @@ def outcome_of(program: Callable[[list[str]], int], *arguments: object) -> Outco
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = program([str(argument) for argument in arguments])
-        except SystemExit as leaving:  # argparse
+        except SystemExit as leaving:  # from argparse
             code = int(leaving.code or 0)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def preprocess(prefix: Path, *arguments: object, rows: Any = None, capacity: int = 1024) -> Outcome:
-    """Run ``preprocess`` in this process; ``rows``, where given, are written beside the prefix and are the input."""
+    """Run ``preprocess`` in this process. ``rows``, if given, are written next to the prefix and used as input."""
     source = CHATS
     if rows is not None:
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -75,19 +75,19 @@ def write_rows(path: Path, rows: Any) -> Path:
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:
-    """The bytes of a shard and of its columns, by suffix."""
+    """Return the bytes of a shard and of its columns, by suffix."""
     columns = [path.name.removeprefix(prefix.name) for path in prefix.parent.glob(f"{prefix.name}.*.col")]
     suffixes = (*SUFFIXES, *(suffix for suffix in columns if suffix.count(".") == 2))
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes}
 
 
 def sequences_of(prefix: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All sequences of a shard with their masks moved to the tokens they train."""
+    """Return all sequences of a shard as ids and token-aligned mask."""
     shard = Shard(prefix)
     pairs = (pair for i in range(len(shard)) for pair in shard.sequences(i))
     return [(ids, np.concatenate([mask[:1] * 0, mask[:-1]])) for ids, mask in pairs]
 
 
 def remains(folder: Path) -> list[str]:
-    """Names in a folder, but for the input that the test itself put there."""
+    """Return the names in a folder, except the input that the test itself put there."""
     return sorted(path.name for path in folder.iterdir() if path.name != "rows.jsonl")

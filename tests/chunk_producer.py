@@ -1,7 +1,7 @@
-"""A producer of chunks as the field writes them, a program of its own: nothing is renamed, lines trickle in.
+"""A producer of chunks as other tools write them, as a separate program: it never renames, and writes slowly.
 
-Every chunk is opened under its final name and written line by line; after each, chunks that carry the consumer's
-marker are deleted, but for the most recent ones. It writes no end.
+Every chunk is opened under its final name and written line by line. After each chunk, chunks with the consumer's marker
+are deleted, except for the most recent ones. It does not write an end marker.
 
     python chunk_producer.py ROWS FOLDER '{"samples_per_chunk": 4, "seconds_per_line": 0.01}'
 """
@@ -18,7 +18,7 @@ from typing import IO
 
 
 def write_line(file: IO[str], line: str, *, until: Path | None, die: bool) -> None:
-    """A line in two halves, each flushed; ``die`` between them, or wait there for a file to appear."""
+    """Write a line in two halves, each flushed. Between them, ``die``, or wait for a file to appear."""
     middle = len(line) // 2
     file.write(line[:middle])
     file.flush()
@@ -31,7 +31,7 @@ def write_line(file: IO[str], line: str, *, until: Path | None, die: bool) -> No
 
 
 def clean_up(folder: Path, keep_recent: int) -> None:
-    """Delete chunks that are marked as completed, and their markers, but for the last so many."""
+    """Delete chunks that are marked as completed, and their markers, except the last ``keep_recent``."""
     markers = sorted(folder.glob("*.completed"))
     for marker in markers[:-keep_recent] if len(markers) > keep_recent else []:
         marker.with_suffix("").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Shards with columns of every kind, whose values tell the place they belong to."""
+"""Shards with all kinds of columns. Each value shows the place it belongs to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATORS = {
 }
 FILES = {"files": [{"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc"]}
 SOURCE = ColumnSpec("sequence", np.uint32, 2, metadata=FILES)
-# Each kind, and between them each dtype and narrow and wide rows.
+# Each unit of rows, and all dtypes, with narrow and wide rows.
 SPECS: dict[str, ColumnSpec] = {
     "source": SOURCE,
     **{
@@ -39,7 +39,7 @@ SPECS: dict[str, ColumnSpec] = {
 
 
 def values_of(spec: ColumnSpec, first: int, rows: int) -> NDArray[Any]:
-    """Rows that tell their number, as far as the dtype holds it."""
+    """Return rows that contain their own number, as far as the dtype can hold it."""
     numbers = np.arange(first, first + rows)
     if spec.kind == SOURCE.kind and spec.metadata.get("files"):
         return np.stack([numbers % len(spec.metadata["files"]), numbers], 1).astype(np.uint32)
@@ -57,7 +57,7 @@ def write_columned(
     first: int = 0,
     **options: Any,
 ) -> Any:
-    """Write packs with columns; the values count tokens, sequences and packs from ``first`` on."""
+    """Write packs with columns. The values count tokens, sequences and packs, starting at ``first``."""
     counts = {"token": first, "sequence": first, "pack": first}
     with ShardWriter(prefix, columns=specs, **{"durable": False, **options}) as writer:
         for pack in packs:
@@ -69,7 +69,7 @@ def write_columned(
 
 
 class _AnyRows:
-    """Stands for ``NamedRows``, and accepts all rows."""
+    """A replacement for ``NamedRows`` that accepts all rows."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -85,7 +85,7 @@ class _AnyRows:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Let columns be written that are called ``source`` or ``pair`` and break C9 or C10, as another program might."""
+    """Allow columns named ``source`` or ``pair`` that break C9 or C10, as another program could write them."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (columns, writer):
             patch.setattr(module, "NamedRows", _AnyRows)
@@ -95,7 +95,7 @@ def unchecked() -> Iterator[None]:
 
 
 def assert_columns(shard: Shard, specs: Mapping[str, ColumnSpec] = SPECS, *, first: int = 0) -> None:
-    """All columns are those of ``write_columned``, whole."""
+    """Check that all columns are complete and as written by ``write_columned``."""
     assert sorted(shard.columns) == sorted(specs)
     for name, spec in specs.items():
         column = shard.columns[name]

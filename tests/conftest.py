@@ -1,4 +1,4 @@
-"""Says which build of the native kernels is tested, and what was left out; makes property tests repeatable."""
+"""pytest configuration: repeatable property tests, skips for missing extras, samples of large matrices, a summary."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sampling import sample, with_fewer_examples
 from megatron_sft_idx import _native
 from megatron_sft_idx.shard import shard_set
 
-# Some tests use functions of tests in other folders.
+# Some tests use functions of test modules in other folders.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")})
 
-# The same examples in every run, however slow the machine, so that a failure is of the change that is tested.
-# Another profile looks further: HYPOTHESIS_PROFILE=default make test
+# The same examples in every run, on any machine, so that a failure is caused by the change that is tested. For new
+# examples: HYPOTHESIS_PROFILE=default make test
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do; tests and their children do not.
+# Restore Ctrl-C: a shell starts background jobs with SIGINT ignored, and tests need it in child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -35,12 +35,12 @@ def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
 
 
-# Importing hundreds of modules makes much and leaves little garbage.
+# Importing hundreds of modules allocates many objects but leaves little garbage.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
+    """Exclude everything imported so far from garbage collection, here and in forks."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -48,12 +48,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """What a module's tests leave goes with it: torch kills a forked child that collects models its parent trained."""
+    """Collect garbage after each module: torch kills a forked child that collects models trained by its parent."""
     yield
     gc.collect()
 
 
-# What a base install lacks. Where that is so, a test that needs it is skipped; where all is there, nothing is.
+# Packages that a base install lacks. A test that needs a missing one is skipped.
 _EXTRAS = (
     *("torch", "megatron", "pyarrow", "transformers", "zstandard", "boto3", "botocore", "multistorageclient"),
     *("tiktoken", "sentencepiece", "accelerate", "datasets"),
@@ -62,9 +62,9 @@ _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 
 
 def _skip_if_missing(report: Any, place: str, complaint: object) -> None:
-    """Turn the report of a failure into that of a skip where Python, or our own message, names what is missing."""
+    """Turn a failure into a skip if Python's message, or our own, shows that an optional package is missing."""
     ours = r"(?:needs? ([\w-]+)[^\n]*|by ([\w-]+), which is not installed:) pip install 'megatron-sft-idx\["
-    theirs = r"requires `([\w-]+)"  # transformers, of what its Trainer needs
+    theirs = r"requires `([\w-]+)"  # the message of transformers for its Trainer
     named = re.findall(rf"No module named '(\w+)|{ours}|{theirs}", str(complaint))
     if report.failed and (missing := _MISSING.intersection(name.replace("-", "") for pair in named for name in pair)):
         report.outcome, report.longrepr = "skipped", (place, 0, f"{min(missing)} is not installed")
@@ -86,9 +86,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Of a test marked ``sample(count)``, all but `count` cases are slow; and property tests have fewer examples.
+    """Mark all but `count` cases of a test marked ``sample(count)`` as slow, and reduce examples of property tests.
 
-    make test-slow runs both whole.
+    make test-slow runs all cases and examples.
     """
     matrices: dict[str, list[pytest.Item]] = {}
     properties = set()
@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
     asked_for_slow = re.search(r"(?<!not )\bslow\b", config.option.markexpr)
     if not asked_for_slow and "HYPOTHESIS_PROFILE" not in os.environ:
         for function in properties:
-            # Where a decorated function has its settings; hypothesis has no public name for it.
+            # The settings of a decorated function; hypothesis has no public name for them.
             whole = function._hypothesis_internal_use_settings
             function._hypothesis_internal_use_settings = with_fewer_examples(whole)
 
@@ -130,7 +130,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Where xdist's workers collected the tests, all of them left out the same ones."""
+    """Count deselected tests if xdist's workers collected them; all workers deselect the same ones."""
     if sent := getattr(node, "workeroutput", None):
         node.config.stash[_LEFT_OUT] = sent[_SENT]
 
@@ -142,13 +142,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any set has more shards than are mapped."""
+    """Make every set have more shards than may be mapped."""
     monkeypatch.setattr(shard_set, "MAPPED_SHARDS", 0)
 
 
 @pytest.fixture(params=["held", "reopened"])
 def many(request: pytest.FixtureRequest, no_maps: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Sets are not mapped, and are held in memory or not even that."""
+    """Run with sets that are not mapped, once with index arrays in memory and once without."""
     if request.param == "reopened":
         monkeypatch.setattr(shard_set, "MEMORY_NBYTES", 0)
     return str(request.param)

@@ -1,7 +1,8 @@
-"""Damages copies of a shard and uses each in every way: ``python tests/corrupt_copies.py FOLDER FIRST LAST``.
+"""Damage copies of a shard and use each in every way: ``python tests/corrupt_copies.py FOLDER FIRST LAST``.
 
-A program of its own, because a reader that leaves its files dies by a signal. Prints as JSON how many copies of each
-kind of damage were refused when opened, refused for some pack, or read in full. Verifying in full finds every one.
+This is a separate program, because a reader that accesses memory outside its files is killed by a signal. It prints as
+JSON how many copies of each kind of damage were rejected when opened, rejected for some pack, or read in full. A full
+verification must find every damage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OVERLONG = ("error", "drop", "truncate", "split")
 
 
 def random_samples(seed: int, count: int) -> list[Sample]:
-    """Packs of some sequences with ids and masks at random."""
+    """Return packs of some sequences with random ids and masks."""
     rng = np.random.default_rng(seed)
     packs = []
     for _ in range(count):
@@ -37,7 +38,7 @@ def random_samples(seed: int, count: int) -> list[Sample]:
 
 
 def two_shards(folder: Path) -> tuple[Files, Files]:
-    """Two shards of the same packs in another order and with other tokens: every file has the size of the other's."""
+    """Write two shards with files of equal sizes: the same packs in another order and with other tokens."""
     first = random_samples(0, 12)
     second = [Sample([token ^ 1 for token in pack.tokens], pack.mask, pack.starts) for pack in first[::-1]]
     for name, packs in (("whole", first), ("other", second)):
@@ -46,7 +47,7 @@ def two_shards(folder: Path) -> tuple[Files, Files]:
 
 
 def use(prefix: str) -> str:
-    """What became of one copy. Anything but an error of the family is let through, and ends this process."""
+    """Use one copy and return the outcome. Errors other than SFTIndexError are not caught, and end this process."""
     verify_shard(prefix)
     assert not verify_shard(prefix, full=True).ok
     try:

@@ -1,8 +1,8 @@
-"""Damages the images and audio of a shard and uses each copy in every way.
+"""Damage the images and audio of a shard and use each copy in every way.
 
-``python tests/corrupt_media.py FOLDER SEED COUNT FIRST STEP``: a program, because a reader that leaves its files dies
-by a signal. COUNT 0 takes the whole matrix; of what is taken, every STEP-th from FIRST on. Prints as JSON how many
-copies had which outcome.
+``python tests/corrupt_media.py FOLDER SEED COUNT FIRST STEP``: a separate program, because a reader that accesses
+memory outside its files is killed by a signal. It draws COUNT cases of the matrix, or takes all if COUNT is 0, and runs
+every STEP-th from FIRST on. It prints as JSON how many copies had which outcome.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BACKENDS = ("mmap", "pread", "reopen")
 
 
 def read(prefix: str) -> str:
-    """Whether a shard is refused, read in part or in full; the same by every backend."""
+    """Return whether a shard is rejected, read in part or in full. All backends must agree."""
     seen = []
     for backend in BACKENDS:
         try:
@@ -54,7 +54,7 @@ def read(prefix: str) -> str:
 
 
 def new_shards(folder: Path) -> dict[str, Callable[[str], object]]:
-    """Everything that makes shards of a shard, by name; what it writes in ``folder`` begins with ``out``."""
+    """Return all functions that make shards from a shard, by name. Their outputs in ``folder`` begin with ``out``."""
     out, sound = str(folder / "out"), str(folder / "whole")
 
     def add(prefix: str) -> None:
@@ -79,7 +79,7 @@ def new_shards(folder: Path) -> dict[str, Callable[[str], object]]:
 
 
 def use(folder: Path, damage: MediaDamage, shards: Shards) -> str:
-    """What became of one copy. Anything but an error of the family is let through, and ends this process."""
+    """Use one copy in every way. Errors other than SFTIndexError are not caught, and end this process."""
     prefix = str(folder / "x")
     put_placed(prefix, damage.files)
     quick, full = verify_shard(prefix), verify_shard(prefix, full=True)
@@ -104,8 +104,8 @@ def use(folder: Path, damage: MediaDamage, shards: Shards) -> str:
         assert made, name
         for each in made:
             assert verify_shard(each, full=True).ok, name
-        # Equal files are taken from the first shard that has them, so a damaged one behind it is not read. Where
-        # checksums were made right, what a new shard does not take over may be wrong.
+        # Equal files are read from the first shard that has them, so a damaged copy in a later shard is not read. If
+        # checksums were corrected, parts that a new shard does not take over may be wrong.
         assert not damage.is_found or name == _BEHIND or "right" in damage.name, name
     _copy(folder, prefix, damage, full.ok)
     _rebuild(folder, damage, full.ok)
@@ -115,7 +115,7 @@ def use(folder: Path, damage: MediaDamage, shards: Shards) -> str:
 
 
 def _copy(folder: Path, prefix: str, damage: MediaDamage, is_sound: bool) -> None:
-    """A copy has the same bytes, or there is none; none has other bytes than its checksums say."""
+    """Check that a copy has the same bytes or is rejected, and that its bytes always match its checksums."""
     for path in folder.glob("out*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     try:
@@ -133,7 +133,7 @@ def _copy(folder: Path, prefix: str, damage: MediaDamage, is_sound: bool) -> Non
 
 
 def _rebuild(folder: Path, damage: MediaDamage, is_sound: bool) -> None:
-    """A rebuild says whether the shard is whole, which verifying then says too; and accepts no broken rule."""
+    """Check that a rebuild and a verification agree on the shard, and that no broken rule is accepted."""
     for accept, lost in ((False, None), (True, None), (False, ".idx"), (False, ".seq.idx")):
         place = folder / "rebuilt"
         place.mkdir()

@@ -1,4 +1,4 @@
-"""Runs of the recipes that fail or are killed on their way: what they may leave, and that they can be finished."""
+"""Recipes that fail or are killed halfway: check what they leave, and that the same command can finish the work."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from hostile import OTHERS, Entry, Recipe, World, what, within
 from kills import killed_after
 from obstacles import Cell, attempt, judge_bystanders, results
 
-# What changes a disk.
+# System calls that change a disk.
 STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")
 STEPS += ("ftruncate", "posix_fallocate")
 
 
 @contextlib.contextmanager
 def counted(at: int, then: Callable[[str | None], object]) -> Iterator[list[str]]:
-    """Do ``then``, with the path of the step, before that step that would change the disk; yields the steps taken."""
+    """Call ``then`` with the path before step number ``at`` that would change the disk.
+
+    Yield the list of steps taken.
+    """
     taken: list[str] = []
 
     def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,22 +51,22 @@ def counted(at: int, then: Callable[[str | None], object]) -> Iterator[list[str]
 
 
 def replacing(recipe: Recipe) -> tuple[str, ...]:
-    """The flag to write over an older result with; none where the verb has none."""
+    """Return the flag for overwriting an older result, or nothing if the command has none."""
     return ("--overwrite",) if ("--overwrite",) in recipe.flag_sets() else ()
 
 
 def documented() -> list[str]:
-    """Patterns of what docs/repair.md says that a run may leave; ``X`` in the place of the destination's base name."""
+    """Return the patterns of files that a run may leave, from docs/repair.md. ``X`` is the destination's base name."""
     spans = re.findall(r"`([^`\s]+)`", (ROOT / "docs/repair.md").read_text())
     found = [re.fullmatch(r"(\.?)(?:PREFIX|DST|FILE|CATALOG)((?:[-./].*|\*.*)?)", span) for span in spans]
     return [f"{match[1]}X{match[2]}" for match in found if match and match[2]]
 
 
 def undocumented(world: World, recipe: Recipe, names: Iterable[str]) -> list[str]:
-    """Of new names under the root those that are no result, and that the documents do not tell of."""
+    """Return the new names under the root that are neither a result nor documented."""
     made = {*results(world, Cell(recipe, ())), *(f"here/{name}" for name in world.old(recipe))}
     stems = {slot.rstrip("/") for slot in recipe.writes} | {"rows.idx"}
-    # Several shards at one prefix have names of their own.
+    # If there are several shards at one prefix, each has its own name.
     stems |= {Path(name).name.removesuffix(".seq.idx") for name in made if name.endswith(".seq.idx")}
     patterns = [pattern.replace("X", stem, 1) for pattern in documented() for stem in stems]
 
@@ -75,7 +78,7 @@ def undocumented(world: World, recipe: Recipe, names: Iterable[str]) -> list[str
 
 
 def older(world: World, recipe: Recipe) -> dict[str, Any]:
-    """The older result by name under the root; None for content that differs from run to run."""
+    """Return the older result by name under the root; None for content that differs from run to run."""
     new = results(world, Cell(recipe, ()))
     return {
         name: content if new.get(name, content) is not None else None
@@ -84,11 +87,11 @@ def older(world: World, recipe: Recipe) -> dict[str, Any]:
 
 
 def state_of(world: World, recipe: Recipe, after: dict[str, Entry]) -> str:
-    """Whether the destination holds the older result, the new one, neither, or something else."""
+    """Return whether the destination holds the older result, the new one, neither, or something else."""
     new = results(world, Cell(recipe, ()))
     old = older(world, recipe)
     for state, wanted in (("new", new), ("old", old)):
-        # How a catalog was made may differ from run to run; what is in it may not.
+        # The creation of a catalog may differ between runs, but not its content.
         same = (
             name in after and ("/_" in name or content in (None, what(after[name]))) for name, content in wanted.items()
         )
@@ -98,7 +101,7 @@ def state_of(world: World, recipe: Recipe, after: dict[str, Entry]) -> str:
 
 
 def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
-    """Give the same command again after a run that was cut short: it ends well, and nothing is left over."""
+    """Run the same command again after an interrupted run. It must succeed and leave nothing unfinished."""
     with within(world.here):
         outcome = attempt(recipe.argv(None, *replacing(recipe)))
         after = world.look()
@@ -115,7 +118,7 @@ def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
 
 
 def lost(world: World, recipe: Recipe, after: dict[str, Entry]) -> Iterator[str]:
-    """Of an older result each shard, file or folder that is neither itself nor the new one, nor can be finished."""
+    """Yield each shard, file or folder of an older result that is neither old nor new, and cannot be finished."""
     new, old = results(world, Cell(recipe, ())), older(world, recipe)
     names = {name.removesuffix(".seq.idx"): [name.removesuffix(".seq.idx") + end for end in SUFFIXES] for name in old}
     units = {unit: files for unit, files in names.items() if f"{unit}.seq.idx" in old}
@@ -135,18 +138,18 @@ def lost(world: World, recipe: Recipe, after: dict[str, Entry]) -> Iterator[str]
             if whole(files, world.look()):
                 continue
             yield f"{unit}: neither the older one nor the new one, and rebuild says: {(said.out + said.err)[-200:]}"
-        # With the file next to it that is a part of the output, the same command finishes it.
+        # With the file next to it, which is a part of the output, the same command finishes it.
         elif f"{unit.removesuffix('.json')}.building/done.json" not in after:
             yield f"{unit}: neither the older one nor the new one"
 
 
 def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, step: str = "") -> Iterator[str]:
-    """What a run that failed at a step (or, without an outcome, was killed) over an older result has left."""
+    """Yield what is wrong after a run over an older result that failed at a step or, without an outcome, was killed."""
     after = world.look()
     yield from judge_bystanders(world.pristine, after, may_go={"here/lost.idx"})
     state = state_of(world, recipe, after)
     strange = undocumented(world, recipe, after.keys() - world.pristine.keys())
-    if strange and step not in ("unlink", "rmdir"):  # which may have been to remove it
+    if strange and step not in ("unlink", "rmdir"):  # the failed step may be its removal
         yield f"left {strange}"
     if outcome is not None:
         if outcome.code not in (0, 1) or "Traceback" in outcome.err:
@@ -164,7 +167,7 @@ def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, ste
 
 
 def killed(world: World, recipe: Recipe, seconds: float, *, over_an_older: bool) -> tuple[bool, list[str]]:
-    """Kill a run so much later; whether it had not ended by itself, and what is wrong with what it has left."""
+    """Kill a run after some seconds. Return whether it was still running, and what is wrong with what it left."""
     world.calm(recipe), world.old(recipe)
     with within(world.fresh()):
         if over_an_older and "lost" not in recipe.writes and recipe.verb != "produce":
@@ -178,7 +181,7 @@ def killed(world: World, recipe: Recipe, seconds: float, *, over_an_older: bool)
 
 
 def seconds_of(world: World, recipe: Recipe) -> float:
-    """What a run takes in a fork."""
+    """Return the duration of a run in a fork."""
     world.fresh()
     begin = time.monotonic()
     with within(world.here):
@@ -187,7 +190,7 @@ def seconds_of(world: World, recipe: Recipe) -> float:
 
 
 def in_forks(world: World, runs: list[list[str]], delays: list[float]) -> list[Outcome]:
-    """Run commands in processes of their own at the same moment, but for their delays; what each said."""
+    """Run commands in parallel processes, each after its delay, and return their outcomes."""
     said = [world.root.with_name(f"said-{number}") for number in range(len(runs))]
     waiting, start = os.pipe()
     children = []
@@ -211,7 +214,7 @@ def in_forks(world: World, runs: list[list[str]], delays: list[float]) -> list[O
 
 
 def race(world: World, recipe: Recipe, flags: tuple[str, ...], delay: float) -> list[str]:
-    """Two runs with other input to one destination, the second a little later; what is wrong with how it ended."""
+    """Run a recipe twice at once with different input and the same destination. Return what is wrong afterwards."""
     world.calm(recipe), world.old(recipe)
     with within(world.fresh()):
         first, second = in_forks(world, [recipe.argv(None, *flags), recipe.argv(OTHERS, *flags)], [0.0, delay])
@@ -233,7 +236,7 @@ def race(world: World, recipe: Recipe, flags: tuple[str, ...], delay: float) -> 
     return [f"{recipe.text} {' '.join(flags)} twice at once: {one}" for one in wrong]
 
 
-# --- a disk that says no ---
+# --- a disk that reports errors ---
 
 
 def says_no(path: str | None) -> None:
@@ -241,10 +244,10 @@ def says_no(path: str | None) -> None:
 
 
 def failures(world: World, recipe: Recipe, steps: Iterable[int]) -> tuple[int, list[str]]:
-    """Run a recipe over an older result again and again, each time with one of its steps failing.
+    """Run a recipe over an older result repeatedly, each time with another failing step.
 
     Returns:
-        How many runs there were, until one had no such step, and what is wrong with what they left.
+        The number of runs, until one had no such step, and what is wrong with what they left.
     """
     world.calm(recipe), world.old(recipe)
     complaints: list[str] = []

@@ -1,4 +1,4 @@
-"""Damaged copies of shards: seeded, named, one kind of damage each; and reading such a copy in every way."""
+"""Make damaged copies of shards, each with one named, seeded kind of damage, and read them in every way."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Damage(NamedTuple):
 
     Attributes:
         name: what was done to which file, for messages.
-        files: the five files, or those that are left of them, by suffix.
+        files: the five files, or the remaining ones, by suffix.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Damage(NamedTuple):
 
 @contextmanager
 def folder_for_copies() -> Iterator[Path]:
-    """A folder in memory where the system has one: the copies are many, and packing them syncs each time."""
+    """Provide a folder in memory if the system has one, because there are many copies and each is synced."""
     with tempfile.TemporaryDirectory(dir=memory_folder()) as made:
         yield Path(made)
 
 
 def outcomes_of(script: str, folder: Path, *arguments: int) -> Counter[str]:
-    """What a script of this folder counts that uses damaged copies in a new folder.
+    """Run a script of this folder on damaged copies in a new folder, and return its counts.
 
-    It is another process: a reader outside its files dies by a signal.
+    The script is another process, because a reader that accesses memory outside its files is killed by a signal.
     """
     folder.mkdir()
     done = subprocess.run(
@@ -64,9 +64,9 @@ def outcomes_of(script: str, folder: Path, *arguments: int) -> Counter[str]:
 
 
 def read_everything(shard: Shard) -> list[str]:
-    """Read a shard in every way; what came back, and what was refused, as one line a pack.
+    """Read a shard in every way. Return one line per pack: its content, or the error.
 
-    Whatever the bytes say, a pack that is handed out has as many mask values as tokens and boundaries that span it.
+    For any bytes, a returned pack must have as many mask values as tokens, and boundaries that span it.
     """
     dtypes = shard.header.token_dtype, shard.header.mask_dtype
     lines = [repr(shard.header)]
@@ -90,7 +90,7 @@ def read_everything(shard: Shard) -> list[str]:
 
 
 def damaged(whole: Files, other: Files, rng: np.random.Generator) -> Damage:
-    """A copy of ``whole`` with one damage; ``other`` is another whole shard, for swaps and splices."""
+    """Return a copy of ``whole`` with one damage. ``other`` is another undamaged shard, for swaps and splices."""
     kind = list(KINDS)[rng.integers(len(KINDS))]
     while True:
         suffix = SUFFIXES[rng.integers(len(SUFFIXES))]
@@ -132,7 +132,7 @@ def _duplication(data: bytes, _: bytes, rng: np.random.Generator) -> bytes:
 
 
 def _move(data: bytes, _: bytes, rng: np.random.Generator) -> bytes:
-    """A block swapped with the one behind it: the same bytes, the same size, another order."""
+    """Swap a block with the next one, so that bytes and size stay the same but the order changes."""
     start, stop = _range(data, rng)
     middle = (start + stop) // 2
     return data[:start] + data[middle:stop] + data[start:middle] + data[stop:]

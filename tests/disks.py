@@ -1,4 +1,4 @@
-"""Real disks that are small, read-only or under quota: tmpfs mounts, where the test may mount; and other users."""
+"""Real disks that are small, read-only or under quota (tmpfs mounts, if the test may mount), and other users."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def mounted(options: str) -> Iterator[Path]:
-    """A tmpfs that every user may write to; skips the test where mounting is not allowed."""
+    """Mount a tmpfs that every user may write to. Skips the test if mounting is not allowed."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "disk"
         folder.mkdir()
@@ -31,7 +31,7 @@ def mounted(options: str) -> Iterator[Path]:
             pytest.skip("no mount command here")
         if done.returncode:
             pytest.skip(f"cannot mount a tmpfs with {options} here: {done.stderr.strip()}")
-        os.chmod(made, 0o755)  # for other users to pass through
+        os.chmod(made, 0o755)  # so that other users can enter it
         try:
             yield folder
         finally:
@@ -39,16 +39,16 @@ def mounted(options: str) -> Iterator[Path]:
 
 
 def free_nbytes(folder: Path) -> int:
-    """What ``df`` says."""
+    """Return the free bytes as shown by ``df``."""
     status = os.statvfs(folder)
     return status.f_bfree * status.f_frsize
 
 
 @contextlib.contextmanager
 def filled(folder: Path, left_nbytes: int) -> Iterator[None]:
-    """All space of a disk taken but for so many bytes.
+    """Fill a disk except for ``left_nbytes`` bytes.
 
-    Files that are deleted and held open by what is garbage already would give theirs back at any moment.
+    Garbage is collected first, because deleted files that garbage holds open would free space at any moment.
     """
     gc.collect()
     ballast = folder / "ballast"
@@ -61,7 +61,7 @@ def filled(folder: Path, left_nbytes: int) -> Iterator[None]:
 
 
 def in_a_child(act: Callable[[], None], *, user: int | None = None) -> None:
-    """Run in a forked process, as another user where one is given; what fails there fails here."""
+    """Run a function in a forked process, as another user if one is given. A failure there fails the test."""
     if user is not None and os.geteuid():
         pytest.skip("only root can become another user")
     sys.stdout.flush()

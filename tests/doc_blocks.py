@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and docs/*.md, and a shell that they are pasted into from top to bottom.
+"""Read the fenced blocks of README.md and docs/*.md, and paste them into a shell from top to bottom.
 
 The words after a fence give the kind of a block. GitHub uses the first word and ignores the rest:
 
@@ -31,7 +31,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 
 RUN = {"sh", "sh fails", "python"}
 _BRIDGE = "needs Megatron-Bridge: tests/training/test_bridge_recipe.py, in make test-megatron"
-# Kinds of blocks that another test pastes, and the reason.
+# Kinds of blocks that other tests run, with the reason.
 ELSEWHERE = {
     "sh install": "makes environments from the package index: make test-slow",
     "sh slow": "takes several training processes: make test-slow",
@@ -48,7 +48,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where its first line is, what the fence says, and the lines inside."""
+    """A fenced block: page and line, the words after the fence, and the lines inside."""
 
     page: str
     line: int
@@ -67,12 +67,12 @@ class Said(NamedTuple):
     err: str
 
 
-# Runs a Python block, and gives what it printed.
+# Runs a Python block and returns what it printed.
 Program = Callable[[Block], Said]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All fenced blocks of a page, less the indentation of their fence."""
+    """Return all fenced blocks of a page, without the indentation of their fence."""
     found: list[Block] = []
     fence: re.Match[str] | None = None
     lines: list[str] = []
@@ -91,7 +91,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
-    """Each block with the one that shows what it prints."""
+    """Yield each block with the block that shows its output."""
     return ((block, shown) for block, shown in pairwise(blocks) if shown.kind == "text")
 
 
@@ -104,7 +104,7 @@ def clone(folder: Path) -> Path:
 
 
 def fast_environment(folder: Path) -> dict[str, str]:
-    """Variables under which this interpreter and the package under test are what commands find."""
+    """Return environment variables with which commands use this interpreter and the package under test."""
     programs = folder / ".programs"
     if not programs.exists():
         programs.mkdir()
@@ -124,9 +124,9 @@ def paste(
     seconds: float,
     program: Program | None = None,
 ) -> dict[Block, Said]:
-    """Paste blocks into a shell that works in ``folder``; AssertionError where one does not end as it should.
+    """Paste blocks into a shell that runs in ``folder``. Raise AssertionError if one does not end as it should.
 
-    ``program``, where given, runs the Python blocks, and the shell is a new one after each of them.
+    ``program``, if given, runs the Python blocks; a new shell is started after each of them.
     """
     said: dict[Block, Said] = {}
     for apart, some in groupby(blocks, lambda block: program is not None and block.kind == "python"):
@@ -140,15 +140,15 @@ def paste(
 def _in_one_shell(
     blocks: Sequence[Block], folder: Path, environment: Mapping[str, str], seconds: float
 ) -> dict[Block, Said]:
-    # Apart from the clone: a test that is pasted there reads every file of it.
+    # Outside of the clone, because a pasted test reads every file in the clone.
     said = Path(tempfile.mkdtemp())
     script = ["set -e"]
     for number, block in enumerate(blocks):
         script.append(f"exec >{said}/{number}.out 2>{said}/{number}.err </dev/null")
         if block.kind == "python":
-            # As a file where the commands are run; given to Python in both other ways it prints the same.
+            # The block is run from a file here; piped or passed with -c, it must print the same.
             (said / f"{number}.py").write_text(block.text, encoding="utf-8")
-            # What it writes is not there when it is given again.
+            # The folder ``data`` is restored before the block is run again.
             script += [f"rm -rf {said}/data; cp -a data {said}/data || true"]
             script += [f"cp {said}/{number}.py block.py", "python block.py", "program=$(cat block.py)"]
             for way in ('python -c "$program"', "python - < block.py"):
@@ -177,9 +177,9 @@ def _in_one_shell(
 def complaint(shown: Block, said: Said) -> str | None:
     """Return None if a block shows the real output of stdout or of stderr, otherwise a message.
 
-    ``...`` as a whole line stands for any lines, at the end of a line for the rest of it. Otherwise a line must
-    be found as it is, after the one before; but seconds (``0.4 s``, and all of a line that begins with ``seconds``)
-    may be any, and figures of four decimals, such as losses, need only agree to one per cent.
+    A line ``...`` matches any lines, and ``...`` at the end of a line matches the rest of the line. All other lines
+    must occur unchanged and in order. Exceptions: seconds (``0.4 s``, and any line that begins with ``seconds``) may
+    differ, and numbers with four decimals, such as losses, may differ by one percent.
     """
     lines = [line.rstrip() for line in shown.text.splitlines()]
     if any(_follows(lines, [line.rstrip() for line in stream.splitlines()]) for stream in said):
@@ -188,7 +188,7 @@ def complaint(shown: Block, said: Said) -> str | None:
 
 
 def _follows(shown: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether all of ``shown`` is all of ``found``, with gaps only where ``...`` stands."""
+    """Return whether ``shown`` matches all of ``found``, with gaps only at ``...``."""
     if not shown:
         return not found
     if shown[0].strip() == "...":

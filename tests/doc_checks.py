@@ -1,4 +1,4 @@
-"""Checks of blocks in README.md and docs/ that are not commands: code for the reader's own files, and lists."""
+"""Check blocks in README.md and docs/ that are not commands: code for the reader's own files, and lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_sft_idx.training.rows import rows_of
 
 
 def micro_batch(script: ModuleType, folder: Path) -> dict[str, Any]:
-    """A row as Megatron-LM's loader hands it on."""
+    """Return a micro-batch in the form that Megatron-LM's loader returns."""
     write_samples(folder / "x", demo_samples(8), capacity=32)
     args = script.parse_arguments(["--data-path", str(folder / "x"), "--seq-length", "32"])
     train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
@@ -68,7 +68,7 @@ def check_files(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_layers(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names before the first gap are the layers, from the top down, below tools/."""
+    """Check that the names before the first gap are the layers, from the top down, below tools/."""
     named = [set(line.split("  ")[0].split()) for line in block.text.splitlines()]
     assert named[0] == {"tools/"}
     assert named[1:] == [names - {"__main__"} for names in reversed(LAYERS)]

@@ -1,12 +1,12 @@
-"""Chat templates that try to hold or to take too much, and a run of all of them that measures each.
+"""Chat templates that try to use too much memory or time, and a program that measures each.
 
-``python endless_templates.py endless 30`` renders 30 of them, always the same ones, one after the other, with at most
-1 GiB of address space beyond what the process begins with, and prints one JSON object a line: name, seconds, peak in
-MiB beyond the beginning, the error's type and words. ``python endless_templates.py multiplying 300`` does so for
-filters and methods with large arguments.
+``python endless_templates.py endless 30`` renders 30 of them, always the same ones, one after the other. The process
+may use at most 1 GiB more address space than at its start. It prints one JSON object per line: name, seconds, peak
+memory above the start in MiB, and type and text of the error. ``python endless_templates.py multiplying 300`` does the
+same for filters and methods with large arguments.
 """
 
-# ruff: noqa: E501 - templates, one a line
+# ruff: noqa: E501 - templates, one per line
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_sft_idx.chat.types import Conversation
 
 
 def repeated(first: str, then: str, times: int = 99999) -> str:
-    """A template that sets ``n.x`` to something again and again."""
+    """Return a template that sets ``n.x`` repeatedly."""
     return f"{{% set n = namespace(x={first}) %}}{{% for i in range({times}) %}}{{% set n.x = {then} %}}{{% endfor %}}{{{{ n.x }}}}"
 
 
 def loops(depth: int, body: str = "") -> str:
-    """Loops within loops, each of 99,999 iterations."""
+    """Return a template of nested loops of 99,999 iterations each."""
     return "{% for i in range(99999) %}" * depth + body + "{% endfor %}" * depth
 
 
@@ -162,7 +162,7 @@ ENDLESS = {
 }  # fmt: skip
 
 LARGE = "{% set s = 'aB <\\t\\n' * 60000 %}{% set w = s[:-1] ~ '\U0001f600' %}{% set l = [s[:9]] * 9000 %}{% set d = {'a': s, 'b': l} %}"
-"""Large variables: narrow text, wide text, a list, a dict."""
+"""Statements that set large variables: narrow text, wide text, a list, a dict."""
 
 _ARGUMENTS = (
     "",
@@ -195,14 +195,14 @@ MULTIPLYING = {
         for arguments in _ARGUMENTS
     },
 }
-"""Each filter of Jinja, and each method of a string, with arguments that may multiply or take long."""
+"""Jinja filters and string methods with arguments that may multiply output or take long."""
 
 
 FAMILIES = {"endless": ENDLESS, "multiplying": MULTIPLYING}
 
 
 def drawn(family: str, count: int) -> dict[str, str]:
-    """Some templates of a family, always the same ones."""
+    """Return some templates of a family, always the same ones."""
     return dict(random.Random(0).sample(list(FAMILIES[family].items()), count))
 
 
@@ -210,19 +210,19 @@ PAIR = Conversation([{"role": "user", "content": "question"}, {"role": "assistan
 
 
 def _status(field: str) -> int:
-    """A number of kibibytes from /proc."""
+    """Return a number of kibibytes from /proc."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def main() -> None:
-    """Render each; print what came of it."""
+    """Render each template and print the outcome."""
     limit = (_status("VmSize") << 10) + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     options = MaskOptions(template_date="2025-01-31")
     family, count = sys.argv[1], int(sys.argv[2])
     for name, source in drawn(family, count).items():
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         before, start = _status("VmRSS"), time.perf_counter()
         try:
             template = ChatTemplate(source, options=options, name="t.jinja")

@@ -1,9 +1,9 @@
-"""Which modules of the package one piece of work enters: counted by ``sys.setprofile``, in a process of its own.
+"""Count the modules of the package that one piece of work uses, with ``sys.setprofile`` in a separate process.
 
-``python tests/entered_modules.py WORK FOLDER`` prints the modules in which a Python function is called, one a line: as
-many as somebody meets who follows the work with a debugger. Modules are imported before, so that what runs as they are
-imported does not count. What is found out once and then kept does, such as how a template writes its turns. WORK is a
-key of ``WORKS``; FOLDER holds what ``prepare`` made.
+``python tests/entered_modules.py WORK FOLDER`` prints one module per line: the modules in which a Python function is
+called, as seen when following the work in a debugger. Modules are imported before, so code that runs during import does
+not count. Results that are computed once and cached do count, such as the turns of a template. WORK is a key of
+``WORKS``; FOLDER is the folder that ``prepare`` filled.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHATS, TOKENIZER = ROOT / "tools/demo/chats.jsonl", ROOT / "tools/demo/tokenizer
 
 
 def prepare(folder: Path) -> None:
-    """One chat as a JSON line, and a shard of a few packs."""
+    """Write one chat as a JSON line, and a shard of a few packs."""
     with open(CHATS, encoding="utf-8") as chats:
         (folder / "chat.jsonl").write_text(chats.readline(), encoding="utf-8")
     write_samples(folder / "x", demo_samples(), capacity=32)
 
 
 def entered_by(work: Callable[[], object]) -> list[str]:
-    """The modules of the package in which ``work``, or a thread that it starts, calls a function; sorted."""
+    """Return the modules of the package in which ``work``, or a thread that it starts, calls a function; sorted."""
     entered: set[str] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -49,11 +49,11 @@ def entered_by(work: Callable[[], object]) -> list[str]:
     return sorted(name for name in entered if name.split(".")[0] == PACKAGE)
 
 
-# ---- the works: each gets ready, and returns what is counted ----
+# ---- the works: each prepares something and returns the function to count ----
 
 
 def row(folder: Path) -> Callable[[], object]:
-    """A chat from its line of JSON to a published shard, without worker processes."""
+    """Convert a chat from its JSON line to a published shard, without worker processes."""
     from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, PreprocessOptions, make_shards
 
     inputs, encoding = [str(folder / "chat.jsonl")], EncodingOptions(str(TOKENIZER))
@@ -62,14 +62,14 @@ def row(folder: Path) -> Callable[[], object]:
 
 
 def item(folder: Path) -> Callable[[], object]:
-    """A pack through Megatron's face of a shard, which is opened for it."""
+    """Open a shard with ``SFTIndexedDataset`` and read a pack."""
     from megatron_sft_idx.dataset import SFTIndexedDataset
 
     return lambda: SFTIndexedDataset(str(folder / "x"))[3]
 
 
 def batch(folder: Path) -> Callable[[], object]:
-    """A batch of shuffled packs as a trainer gets it; the shard is opened for it, and it is made in a thread."""
+    """Open a shard and make a batch of shuffled packs in a thread, as for a trainer."""
     from megatron_sft_idx.shard.shard_set import ShardSet
     from megatron_sft_idx.training.loader import BatchLoader
     from megatron_sft_idx.training.rows import PackedRows
@@ -85,7 +85,7 @@ def batch(folder: Path) -> Callable[[], object]:
 
 
 def conversion(folder: Path) -> Callable[[], object]:
-    """A shard to another format, read again and compared, as ``convert`` does unasked."""
+    """Convert a shard to another format, then read it again and compare, as ``convert`` does by default."""
     from megatron_sft_idx.formats.convert import convert
 
     return lambda: convert(str(folder / "x"), str(folder / "padded"), "memmap")
@@ -95,12 +95,12 @@ WORKS = {"row": row, "item": item, "batch": batch, "conversion": conversion}
 
 
 def main(name: str, folder: str) -> None:
-    """Print the modules that the work of this name enters."""
+    """Print the modules that the work with this name uses."""
     work = WORKS[name](Path(folder))
     with_megatron = "torch" in sys.modules
     for module, _, _ in modules(ROOT):
         if not module.endswith("__main__") and (with_megatron or is_light(module)):
-            with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed
+            with contextlib.suppress(ModuleNotFoundError):  # a module of an extra that is not installed
                 import_module(module)
     print(*entered_by(work), sep="\n")
 

@@ -1,4 +1,4 @@
-"""Packs through the writer and reader of a format, for the tests of all of them."""
+"""Write and read packs in a format; used by the tests of all formats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec_of(packs: Sequence[Sample], **values: Any) -> PackedSpec:
 
 
 def write_packs(writer: Any, path: Any, packs: Sequence[Sample], *, pieces: int = 1, **options: Any) -> PackedSpec:
-    """Write packs in so many runs, options of the writer among ``options``, of the spec in its ``spec``."""
+    """Write packs in ``pieces`` runs. ``options`` are the writer's; its entry ``spec`` has fields of the spec."""
     spec = spec_of(packs, **options.pop("spec", {}))
     with writer(path, spec, **options) as out:
         for part in np.array_split(np.arange(len(packs)), pieces):
@@ -49,7 +49,7 @@ def write_packs(writer: Any, path: Any, packs: Sequence[Sample], *, pieces: int 
 
 
 def assert_reads(reader: PackedReader, packs: Sequence[Sample]) -> None:
-    """Pack by pack, in runs, and by counts."""
+    """Check the packs one by one, in runs, and by counts."""
     assert len(reader) == len(packs)
     for i in reversed(range(len(packs))):
         assert_is(reader.read(i), packs[i])
@@ -71,7 +71,7 @@ def assert_reads(reader: PackedReader, packs: Sequence[Sample]) -> None:
 
 @st.composite
 def any_packs(draw: st.DrawFn) -> list[Sample]:
-    """Packs within uint16, now and then one of a thousand sequences of one token."""
+    """Draw packs with ids within uint16, sometimes a pack of a thousand sequences of one token."""
     packs = draw(samples())
     if draw(st.integers(0, 9)) == 0:
         packs.append(sample_of([1] * 1000, lambda p: p % 2, lambda p: p % 65536))

@@ -1,7 +1,8 @@
-"""A world with strangers in it, and commands that write there: what the tests of hostile paths run.
+"""A folder tree (the world) with unrelated files in it, and commands that write there, for tests of hostile paths.
 
-A recipe is a command that works in a fresh copy of the world, with ``<what it reads>`` and ``[what it writes]`` marked.
-The names that it writes are not typed here: two calm runs of it tell them, the passing ones too.
+A recipe is a command that works in a fresh copy of the world. Its inputs are marked ``<so>`` and its outputs ``[so]``.
+The names of the files that it writes, including temporary ones, are not listed here. They are recorded in two calm
+runs, in which nothing is in the way.
 """
 
 from __future__ import annotations
@@ -51,23 +52,23 @@ RECIPES = (
     "create-raw-index <rows.jsonl> --output [raw.idx]",
     "create-raw-index <rows.jsonl>",
 )
-# To an object store, whose URL is put in the place of URL.
+# Recipes that write to an object store; its URL replaces URL.
 TO_A_BUCKET = (
     "copy <c> [URL/out]",
     "merge <c> <d> --output-prefix [URL/out] --staging [stage]",
     "pack <s> --seq-length 32 --output-prefix [URL/out] --staging [stage]",
     f"preprocess {_ROWS} --output-prefix [URL/out] --staging [stage]",
 )
-# What is free text and no path.
+# Options with free text, not paths.
 WORDS = {"template_date", "chat_template_kwargs", "ray_address", "find", "row"}
 WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "repeat"}
 WORDS |= {"where", "keep_fields", "loss_weight_column"}
-WORDS |= {"config"}  # a file that is read whole before a command begins
-# Read only where rows have images or audio.
+WORDS |= {"config"}  # a file that is read completely before a command begins
+# Read only if rows have images or audio.
 WORDS |= {"processor", "media_root"}
-# Other inputs, whose result is another.
+# For each input another one that gives a different result.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}
-# Slots for a folder that files are put into, beside what is there.
+# Slots for folders to which files are added.
 CONTAINERS = ("live", "acks", "into/")
 
 
@@ -81,7 +82,7 @@ def verbs() -> dict[str, Any]:
 
 
 def build_world(root: Path) -> None:
-    """``root/here``, where commands run, and strangers in it and above it."""
+    """Create ``root/here``, the folder in which commands run, with unrelated files in it and above it."""
     here = root / "here"
     for folder in ("here/tok", "here/incoming", "here/project/src", "here/sub", "above"):
         (root / folder).mkdir(parents=True)
@@ -100,7 +101,7 @@ def build_world(root: Path) -> None:
             made = command(*Recipe(f"preprocess {_ROWS} --output-prefix {shard}").argv({"rows.jsonl": f"{rows}.jsonl"}))
         assert made.code == 0, made.err
     samples = demo_samples(4)
-    # With columns: written with the shard, and attached.
+    # Shards with columns, written with the shard and attached later.
     for name, packs in (("c", samples[1:]), ("d", samples[:0:-1])):
         write_columned(here / name, packs, {"source": SOURCE})
         write_column(here / name, "late", np.arange(len(packs)), per="pack")
@@ -119,7 +120,7 @@ def build_world(root: Path) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Small, and of a kind that loads at once."""
+    """Write a small tokenizer that loads quickly."""
     words = {word: i for i, word in enumerate([*(f"w{i}" for i in range(99)), "<end>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -142,11 +143,11 @@ Entry = tuple[Any, ...]
 
 
 def snapshot(root: Path, known: dict[tuple[int, ...], bytes] | None = None) -> dict[str, Entry]:
-    """Everything under a folder: kind and mode, inode, what it holds, and of files when they were written.
+    """Record everything under a folder: kind and mode, inode, content, and the modification times of files.
 
     Args:
         root: the folder.
-        known: contents of files that were read before, by inode and what changes with every change.
+        known: contents of files that were read before, by inode, times and size, which change with the content.
     """
     found: dict[str, Entry] = {}
     known = {} if known is None else known
@@ -171,7 +172,7 @@ def snapshot(root: Path, known: dict[tuple[int, ...], bytes] | None = None) -> d
 
 
 def what(entry: Entry) -> Any:
-    """Kind and content alone."""
+    """Return only kind and content of an entry."""
     mode, _, content = entry
     return stat.S_IFMT(mode), content[0] if isinstance(content, tuple) else content
 
@@ -181,7 +182,7 @@ def what(entry: Entry) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A marked command."""
+    """A command with its inputs and outputs marked."""
 
     text: str
 
@@ -198,7 +199,7 @@ class Recipe:
         return tuple(re.findall(r"\[(.*?)\]", self.text))
 
     def argv(self, changes: dict[str, str] | None = None, *flags: str) -> list[str]:
-        """The command, with other values in marked places."""
+        """Return the command with other values in marked places."""
         changes = changes or {}
         words = []
         for word in self.text.split():
@@ -213,12 +214,12 @@ class Recipe:
 
 @dataclass
 class Calm:
-    """What a recipe does where nothing is in its way.
+    """The effect of a recipe if nothing is in its way.
 
     Attributes:
-        made: what is new or changed afterwards, by a name in which ``{}`` stands for the value of a slot: the slot and
-            the content. None for content that differs from run to run.
-        touched: all names that it makes or opens to write, those too that are gone afterwards, each with its slot.
+        made: new or changed files, as slot and content, by a name in which ``{}`` replaces the value of the slot. The
+            content is None if it differs from run to run.
+        touched: all names that it creates or opens for writing, including temporary ones, each with its slot.
     """
 
     made: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -244,7 +245,7 @@ sys.addaudithook(_audit)
 
 @contextlib.contextmanager
 def traced() -> Iterator[list[str]]:
-    """Paths that are made, opened to write, renamed or removed meanwhile."""
+    """Yield a list that collects the paths that are created, opened for writing, renamed or removed."""
     global _tracing  # noqa: PLW0603
     _tracing = names = []
     try:
@@ -254,7 +255,7 @@ def traced() -> Iterator[list[str]]:
 
 
 class World:
-    """A built world, and fresh copies of it to run commands in."""
+    """A world, and fresh copies of it to run commands in."""
 
     def __init__(self, root: Path) -> None:
         self.template = root / "template"
@@ -268,12 +269,12 @@ class World:
         self._seen: dict[str, Entry] | None = None
 
     def look(self) -> dict[str, Entry]:
-        """What is in the world now."""
+        """Return the present content of the world."""
         self._seen = snapshot(self.root, self._known)
         return self._seen
 
     def fresh(self) -> Path:
-        """The world as it was built, with the working folder to run in."""
+        """Restore the world as it was built. Return the folder to run commands in."""
         if not self.root.exists():
             shutil.copytree(self.template, self.root, symlinks=True)
             self._known = {}
@@ -301,7 +302,7 @@ class World:
         return self.here
 
     def calm(self, recipe: Recipe) -> Calm:
-        """What two runs in a fresh world have in common."""
+        """Return what two runs in a fresh world have in common."""
         if recipe.text not in self._calm:
             self._calm[recipe.text] = self._run_calmly(recipe)
         return self._calm[recipe.text]
@@ -337,7 +338,7 @@ class World:
         return calm
 
     def old(self, recipe: Recipe) -> dict[str, Any]:
-        """What the recipe makes of other input, by name; of the same where there is no other."""
+        """Return the recipe's results for other input, by name, or for the same input if there is no other."""
         if recipe.text not in self._old:
             here = self.fresh()
             before = self._in_here()
@@ -349,7 +350,7 @@ class World:
         return self._old[recipe.text]
 
     def put_old(self, recipe: Recipe) -> None:
-        """Put an older result at the destination."""
+        """Put an older result at the destination of the recipe."""
         self.put = {f"here/{name}" for name in self.old(recipe)}
         for name, (kind, content) in sorted(self.old(recipe).items()):
             if kind == stat.S_IFDIR:

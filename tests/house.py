@@ -1,4 +1,4 @@
-"""The rules of the house, as functions from sources to complaints; test_house.py runs them."""
+"""The project's own rules for source files, as functions that return complaints; test_house.py runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = "megatron_sft_idx"
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 700, 70
 
-# From the ground up; a module imports from its own layer and those before it.
+# From the bottom up. A module imports from its own layer and from earlier ones.
 LAYERS = [
     {"_native"},
     {"layout", "arguments", "errors", "lines"},
@@ -24,14 +24,14 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]
-# The package's __init__ offers names of every layer, lazily; nothing inside imports them from there.
+# The package's __init__ exports names of every layer, lazily. Modules of the package do not import from it.
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
 LIGHT_VERBS = {"tokenize", "produce", "inspect"}
-# Used by producers and training: the documents of a live catalog, and waiting for them.
+# Modules for producers and training: the documents of a live catalog, and waiting for them.
 LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.documents", "live.live_order", "live.waiting"}
-# Imported where used, never when a module of ours is imported.
+# Imported inside functions, never when one of our modules is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (
     MEGATRON
@@ -48,12 +48,12 @@ TOP_LEVEL = {
 SHARED_NAMES = {"local": {"storage", "tokenize"}}
 # Classes and public functions have unique names too, except for these names that every format has.
 ASKED_FOR = {"Reader", "Writer", "recognise"}
-# Written so that this file does not hold what it looks for.
+# Written so that this file does not match its own pattern.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
 
 
 def is_light(module: str) -> bool:
-    """Whether importing this module of the package must not import torch or Megatron."""
+    """Return whether importing this module of the package must not import torch or Megatron."""
     _, _, inner = module.partition(".")
     top = inner.partition(".")[0]
     return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_VERBS or inner in LIGHT_MODULES
@@ -64,10 +64,10 @@ class Import:
     """One imported name.
 
     Attributes:
-        module: the name in full; its last part may be a function or class rather than a module.
-        base: what is a module for certain: the part before ``import`` in ``from base import name``.
-        line: where.
-        at_import: whether it happens as the importer is imported.
+        module: the full name; its last part may be a function or class instead of a module.
+        base: the part that must be a module: ``base`` in ``from base import name``.
+        line: line number.
+        at_import: whether it is executed when the importing module is imported.
     """
 
     module: str
@@ -77,10 +77,10 @@ class Import:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
-    """Every import of a module, inside functions and under ``if`` too, relative ones made absolute.
+    """Yield every import of a module, also inside functions and under ``if``. Relative imports are made absolute.
 
-    ``from a import b`` counts as ``a.b``, which can be a module or a name in one. An import under
-    ``if TYPE_CHECKING`` is an edge too, but does not happen at import.
+    ``from a import b`` counts as ``a.b``, which can be a module or a name in one. An import under ``if TYPE_CHECKING``
+    counts as an edge, but is not executed at import.
     """
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
@@ -136,7 +136,7 @@ def _inner_edge(top: str, level: int, edge: Import) -> Iterator[str]:
 
 
 def size_complaints(source: str, name: str) -> list[str]:
-    """A Python file or a function in it that is too long to read at once."""
+    """Return complaints about a Python file, or functions in it, that are too long."""
     complaints = []
     if (lines := source.count("\n")) > MAX_MODULE_LINES:
         complaints.append(f"{name}: {lines} lines, at most {MAX_MODULE_LINES}")
@@ -149,7 +149,7 @@ def size_complaints(source: str, name: str) -> list[str]:
 
 
 def front_door_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
-    """Packages whose ``__init__`` does not say, in two to six lines, what lives there and what may not."""
+    """Return packages without a docstring of two to six lines in ``__init__`` that states what belongs there."""
     complaints = []
     for module, is_package, source in named:
         said = (ast.get_docstring(ast.parse(source)) or "").splitlines() if is_package else []
@@ -159,7 +159,10 @@ def front_door_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
 
 
 def is_verb(module: str, source: str) -> bool:
-    """Whether a module is a verb of the command line, whose name is that of what it calls."""
+    """Return whether a module implements a command of the command line.
+
+    Such a module is named like the function it calls.
+    """
     return module.startswith(f"{PACKAGE}.cli.") and "\ndef add_parser(" in source
 
 
@@ -190,7 +193,7 @@ def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str,
 
 
 def definition_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
-    """Classes, and public functions of modules other than verbs, that have the name of another one."""
+    """Return classes, and public functions of modules other than commands, whose name is used twice."""
     places: dict[str, list[str]] = {}
     for module, _, source in named:
         tree = ast.parse(source)
@@ -214,7 +217,7 @@ def private_path_complaints(text: str, name: str) -> list[str]:
 
 
 def modules(root: Path) -> Iterator[tuple[str, bool, str]]:
-    """Dotted name, whether it is a package, and source of every Python module of the package."""
+    """Yield dotted name, whether it is a package, and source of every Python module of the package."""
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = list(path.relative_to(root).with_suffix("").parts)
         is_package = parts[-1] == "__init__"

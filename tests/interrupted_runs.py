@@ -1,4 +1,4 @@
-"""Runs of ``preprocess`` that are killed, and what must be true of what they leave; quick, in a warm process."""
+"""Run ``preprocess`` and kill it, and check what is left. Runs in forks of one process, to be quick."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_NBYTES = 1500
 
 
 def be_quick(patch: pytest.MonkeyPatch) -> None:
-    """Many small pieces, and a tokenizer that is loaded once: what a fork inherits it need not make."""
+    """Use many small pieces, and load the tokenizer once, so that forks inherit it."""
     encoders: dict[str, RowEncoder] = {}
 
     def encoder(options: EncodingOptions) -> RowEncoder:
@@ -35,7 +35,7 @@ def be_quick(patch: pytest.MonkeyPatch) -> None:
 
 
 def some_rows(count: int) -> list[Any]:
-    """Chats, with bad rows, masks on first tokens and, in the middle, a weight."""
+    """Return chats with bad rows, trained first tokens, and a loss weight in the middle."""
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     ask, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes.", "weight": 0.5}
     bad, tokenized = {"messages": []}, {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
@@ -48,14 +48,14 @@ def some_rows(count: int) -> list[Any]:
 
 
 class Case:
-    """One input, and what an uninterrupted run makes of it.
+    """One input, and the result of an uninterrupted run.
 
     Attributes:
         files: the bytes of the packed shard.
-        counts: its summary, but for seconds.
+        counts: its summary, without seconds.
         corpus: the ids of each sequence of the tokenised corpus.
-        largest_part: bytes of the largest part on the way, where it is made in this process.
-        seconds: what a run takes.
+        largest_part: size in bytes of the largest part, if it is made in this process.
+        seconds: duration of a run.
     """
 
     def __init__(self, folder: Path, rows: Any, *options: object) -> None:
@@ -93,7 +93,7 @@ class Case:
         return {name: summary[name] for name in ("corpus", "packing")}
 
     def check_what_is_left(self, prefix: Path) -> None:
-        """No shard or a whole one; and every part that has its name is whole, and is of the corpus."""
+        """Check that the shard is complete or missing, and that parts with their final names are correct."""
         if opens(prefix):
             assert files_of(prefix) == self.files
         for path in sorted(Path(f"{prefix}.building/parts").glob("*.part")):

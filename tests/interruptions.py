@@ -1,4 +1,4 @@
-"""Commands as processes of their own, held in a long call or with a worker that does not answer, and then signalled."""
+"""Run commands as separate processes, block them in a long call or in a worker, and send them signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# A function is replaced by a call that lasts for many minutes and looks at no signal, as native code does.
+# A function is replaced by a call that takes many minutes and does not check for signals, like native code.
 _PROGRAM = """
 import hashlib, sys, threading
 from importlib import import_module
@@ -33,7 +33,7 @@ sys.exit(main())
 
 @contextmanager
 def started(*program: object) -> Iterator[subprocess.Popen[str]]:
-    """Run Python with these arguments, in a group of processes of its own that does not outlive the test."""
+    """Run Python with these arguments in a new process group, which is killed at the end of the test."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, *map(str, program)],
@@ -52,14 +52,14 @@ def started(*program: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def held_in(place: str, *arguments: object, seconds: tuple[float, float] = (0.3, 25.0)) -> list[object]:
-    """Arguments for ``started``: a command that will be held in ``module:function`` or ``module:Class.method``."""
+    """Return arguments for ``started``: a command that will block in ``module:function`` or ``module:Class.method``."""
     module, _, names = place.partition(":")
     owner, _, name = names.rpartition(".")
     return ["-c", _PROGRAM, module, owner, name, *seconds, *arguments]
 
 
 def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
-    """Read what a process says until it says this."""
+    """Read the output of a process up to this line."""
     assert process.stderr is not None
     said = []
     for text in process.stderr:
@@ -70,7 +70,7 @@ def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
 
 
 def ended_within(process: subprocess.Popen[str], seconds: float) -> str:
-    """What a process still said before it ended, which took no longer than this; no process of its group is left."""
+    """Check that a process ends in time and leaves no process of its group. Return its remaining output."""
     _, said = process.communicate(timeout=seconds)
     give_up = time.monotonic() + 5
     while left := group_of(process.pid):
@@ -80,7 +80,7 @@ def ended_within(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def group_of(group: int) -> list[str]:
-    """The command lines of the processes of a group, zombies left out."""
+    """Return the command lines of the processes of a group, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -93,7 +93,7 @@ def group_of(group: int) -> list[str]:
 
 
 def workers_of(process: int) -> list[int]:
-    """Of the processes that a process started, those that are workers; a zombie has no command line."""
+    """Return the child processes of a process that are workers. A zombie has no command line."""
     found = []
     for child in map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()):
         try:

@@ -1,10 +1,10 @@
-"""What the scanner of JSON arrays finds, in slow plain Python."""
+"""The scanner of JSON arrays in slow, plain Python."""
 
 from __future__ import annotations
 
 
 def array_ends(data: bytes) -> list[int]:
-    """Ends of the elements of the array whose opening bracket precedes ``data``."""
+    """Return the ends of the elements of an array; ``data`` begins after its opening bracket."""
     ends, depth, quoted, i = [], 1, False, 0
     while i < len(data) and depth:
         char = chr(data[i])

@@ -1,4 +1,4 @@
-"""Processes that kill themselves at a chosen step of what changes a folder, or after some time."""
+"""Run work in processes that kill themselves at a chosen change of a folder, or after some time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 
 from megatron_sft_idx.storage import building
 
-# What makes, renames, cuts and removes files, and what waits for the disk.
+# Functions that create, rename, truncate and remove files, or wait for the disk.
 STEPS = ("mkdir", "rename", "unlink", "link", "rmdir", "fsync", "ftruncate")
 
 
 def killed_at(step: int, work: Callable[[], Any]) -> bool:
-    """Do ``work`` in a fork that kills itself before its ``step``-th change; False where it was done before that."""
+    """Do ``work`` in a fork that kills itself before its ``step``-th change.
+
+    Return False if it was done before that.
+    """
     if (child := os.fork()) == 0:
         taken = 0
 
@@ -33,7 +36,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        # A kill loses nothing that was written, so nothing waits for the disk.
+        # A kill does not lose written data, so waiting for the disk is not needed.
         os.fsync = counted(lambda fd: None)
         building.move_into_place = counted(building.move_into_place)
         status = 1
@@ -48,11 +51,11 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
 
 class StoppedError(Exception):
-    """Stops what is about to rename its first file."""
+    """Raised before the first rename, to stop the work."""
 
 
 def leave_complete(work: Callable[[], Any]) -> None:
-    """Do ``work`` up to where all files of an output are complete; what a kill leaves before the first rename."""
+    """Do ``work`` until all files of an output are complete, as if it were killed before the first rename."""
 
     def stop(self: building.Building, *_: object) -> None:
         self.close()
@@ -65,7 +68,7 @@ def leave_complete(work: Callable[[], Any]) -> None:
 
 
 def killed_after(seconds: float, work: Callable[[], Any]) -> bool:
-    """Do ``work`` in a fork that is killed so much later; False where it was done before that."""
+    """Do ``work`` in a fork that is killed after ``seconds``. Return False if it was done before that."""
     if (child := os.fork()) == 0:
         status = 1
         try:

@@ -1,4 +1,4 @@
-"""Catalogs for tests of consumers: in memory, for the order alone, and on disk, with packs that tell who they are."""
+"""Catalogs for tests of consumers: in memory, to test only the order, and on disk, with identifiable packs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.live.live_walk import Walk
 
 CAPACITY = 12
-# Names of packs begin here, so that no token of their inside looks like one.
+# Names of packs begin here. All other tokens are smaller.
 FIRST_NAME = 1000
 PER_SHARD = 100
 
 
 class MemoryShards(LiveShards):
-    """A finished catalog of which only the pack counts exist."""
+    """A finished catalog that has only pack counts, no files."""
 
     folder = "memory"
 
@@ -51,7 +51,7 @@ class MemoryShards(LiveShards):
 
 
 class LateEnd(MemoryShards):
-    """The same, of which nobody knows the end before they wait for what does not come."""
+    """The same, but the end is known only after waiting for a shard that does not come."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__(counts)
@@ -66,7 +66,7 @@ class LateEnd(MemoryShards):
 
 
 class MicroBatch(NamedTuple):
-    """The shard of each row and the pack inside it, how many rows at the end are masked, and the state behind it."""
+    """Shard and pack of each row, the number of masked rows at the end, and the state after the micro-batch."""
 
     shards: NDArray[np.int64]
     packs: NDArray[np.int64]
@@ -84,12 +84,12 @@ def walk(shards: Any, state: RankState, *, epochs: int = 1, at_end: Any = "pad")
 
 
 def names(shard: int, packs: int) -> list[int]:
-    """What the packs of a shard are called: the first token of each."""
+    """Return the names of a shard's packs. The name of a pack is its first token."""
     return [FIRST_NAME + shard * PER_SHARD + pack for pack in range(packs)]
 
 
 def packs_of(shard: int, packs: int) -> list[Sample]:
-    """One to three sequences each; every token but the first is below ``FIRST_NAME``; all but the first are trained."""
+    """Return packs of one to three sequences. All tokens except the first are below ``FIRST_NAME``, and trained."""
 
     def pack(name: int) -> Sample:
         lengths = [2 + (name + i) % 3 for i in range(1 + name % 3)]
@@ -99,13 +99,13 @@ def packs_of(shard: int, packs: int) -> list[Sample]:
 
 
 def publish(folder: Path, shard: int, packs: int) -> None:
-    """Publish one shard, whole and at once."""
+    """Publish one complete shard."""
     prefix = Catalog(folder).shard_prefix(shard)
     write_samples(prefix, packs_of(shard, packs), capacity=CAPACITY, pad_id=0)
 
 
 def make_catalog(folder: Path, counts: Sequence[int], *, ended: bool = True, **limits: Any) -> Catalog:
-    """A catalog of shards with so many packs, as a producer leaves it."""
+    """Make a catalog of shards with these numbers of packs, as a producer leaves it."""
     folder.mkdir(exist_ok=True)
     for shard, packs in enumerate(counts):
         publish(folder, shard, packs)
@@ -125,7 +125,7 @@ def loader(folder: Path | Any, rank: int = 0, size: int = 1, **options: Any) -> 
 
 
 def names_in(batch: dict[str, torch.Tensor]) -> list[int]:
-    """The packs of a batch that are trained on, by name."""
+    """Return the names of the packs of a batch that are trained on."""
     trained = batch["loss_mask"].sum(1) > 0
     return [int(row[0]) for row, real in zip(batch["tokens"], trained, strict=True) if real]
 
@@ -139,7 +139,7 @@ def all_names(counts: Sequence[int]) -> list[int]:
 
 
 def copies(batches: Any, count: int | None = None) -> list[dict[str, torch.Tensor]]:
-    """Batches that stay as they are when more are taken."""
+    """Return copies of batches, which do not change when further batches are read."""
     taken = zip(range(count), batches, strict=False) if count is not None else enumerate(batches)
     return [{name: tensor.clone() for name, tensor in batch.items()} for _, batch in taken]
 

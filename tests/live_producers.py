@@ -1,4 +1,4 @@
-"""A producer in a process of its own that does what it is told: publish, end, wait, fail, free, fall silent, die."""
+"""A producer in a separate process, controlled by the test: publish, end, wait, fail, free, stop responding, die."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 300
 
 
 class Producer:
-    """Commands to the process; each returns when it is done."""
+    """Sends commands to the process. Each method returns when the command is done."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:
         context = multiprocessing.get_context("fork")
@@ -42,7 +42,7 @@ class Producer:
         self._answer()
 
     def kill(self) -> None:
-        """As ``kill -9``."""
+        """Kill the process, like ``kill -9``."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(PATIENCE)
@@ -50,7 +50,7 @@ class Producer:
 
 @contextmanager
 def producing(folder: Path, **limits: Any) -> Iterator[Producer]:
-    """A producer that is there for a while."""
+    """Run a producer within this context."""
     folder.mkdir(exist_ok=True)
     producer = Producer(folder, **limits)
     try:
@@ -61,11 +61,11 @@ def producing(folder: Path, **limits: Any) -> Iterator[Producer]:
 
 
 class _Worker:
-    """What the process does."""
+    """Executes the commands inside the process."""
 
     def __init__(self, folder: Path, limits: dict[str, Any]) -> None:
         self.folder, self.catalog = folder, Catalog(folder)
-        # A restarted one goes on counting where its predecessor was.
+        # A restarted producer continues counting where its predecessor stopped.
         self.state = self.catalog.producer() or ProducerState(Limits(CAPACITY, 3, **limits))
         self.lock = threading.Lock()
         self.silent = threading.Event()
@@ -97,7 +97,7 @@ class _Worker:
             self.say(freed=max(self.state.freed, shard + 1))
 
     def lose(self, freed: bool) -> None:
-        """A shard that came and went before anybody looked."""
+        """Publish a shard and remove it before any consumer sees it."""
         number = self.state.published + 1
         self.say(published=number, freed=number if freed else self.state.freed)
 

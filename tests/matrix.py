@@ -1,13 +1,12 @@
-"""Every Python from 3.10 to 3.13 that is found here, in the PATH or under pyenv's folder.
+"""Run tests with every Python from 3.10 to 3.13 that is found in the PATH or in pyenv's folder.
 
-``python tests/matrix.py megatron`` runs the tests of the faces, training and live data against each, with the Megatron
-that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
-``python tests/matrix.py trainers`` runs the tests of each trainer in an environment with that trainer, by Python 3.11.
-``python tests/matrix.py media`` runs the tests of models with images and audio whose processors need torchvision, by
-Python 3.12.
+``python tests/matrix.py megatron`` runs the tests of Megatron's interfaces, training and live data with each Python and
+the Megatron that constraints.txt has for it. Each Python has its own environment next to .venv, which is created once
+and reused. ``python tests/matrix.py trainers`` runs the tests of each trainer in an environment with that trainer and
+Python 3.11. ``python tests/matrix.py media`` runs the tests of processors that need torchvision, with Python 3.12.
 ``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
-``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
-fresh environment.
+``python tests/matrix.py wheels`` makes a source distribution, builds a wheel of it for each Python, and tries every
+wheel in a fresh environment.
 """
 
 from __future__ import annotations
@@ -35,12 +34,13 @@ TESTS = (
     "pretrain_runner",
     "docstring_examples",
 )
-# Installed without what it asks for, CUDA kernels and 30 packages. Of these, its data modules need datasets, and its
-# models for Qwen-VL the others.
+# Installed without its dependencies, which are CUDA kernels and 30 packages. Its data modules need only datasets, and
+# its Qwen-VL models need the others in this list.
 BRIDGE = {"3.12": ("megatron-bridge", ("datasets", "einops", "omegaconf", "qwen-vl-utils", "torchvision"))}
-# Trainers whose collators the tests run, with Python 3.11, for which torch has a small build. TRL is installed with all
-# that it asks for; the others ask for CUDA kernels, servers and web interfaces, so they are installed alone, with what
-# the tested modules import. A version stands where constraints.txt has another one, or none.
+# Trainers whose collators are tested, with Python 3.11, for which torch has a small build. TRL is installed with all of
+# its dependencies. The others require CUDA kernels, servers and web interfaces, so they are installed without
+# dependencies, plus the packages that the tested modules import. A version is given if constraints.txt has another one
+# or none.
 TRAINERS = {
     "trl": ("trl==1.16.0", ()),
     "torchtitan": (
@@ -87,7 +87,8 @@ TRAINERS = {
         ),
     ),
 }
-# One that can make environments and compile: pyenv has shims that run nothing, systems a Python without headers.
+# Tests whether a Python can make environments and compile: some shims of pyenv do not run, and a system's Python can
+# lack headers.
 PROBE = """
 import ensurepip, os, sys, sysconfig, venv
 assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
@@ -109,7 +110,7 @@ CHAT = '{"messages": [{"role": "user", "content": "Good morning!"}, {"role": "as
 
 
 def candidates(version: str) -> Iterator[Path]:
-    """Where a Python of this version may be, the most likely first."""
+    """Yield paths where a Python of this version can be, the most likely first."""
     for folder in os.get_exec_path():
         yield Path(folder, f"python{version}")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -117,7 +118,7 @@ def candidates(version: str) -> Iterator[Path]:
 
 
 def find(version: str) -> Path | None:
-    """A Python of this version that works."""
+    """Return a working Python of this version, if there is one."""
     for path in candidates(version):
         if path.exists():
             probed = subprocess.run([path, "-I", "-c", PROBE], capture_output=True, text=True, check=False)
@@ -127,9 +128,9 @@ def find(version: str) -> Path | None:
 
 
 def pip(python: Path | str, *arguments: object) -> None:
-    """Run pip quietly, with the versions of constraints.txt, also where it builds apart.
+    """Run pip quietly, with the versions of constraints.txt, also in its build environments.
 
-    A version that an argument names goes before that of constraints.txt.
+    A version in an argument takes precedence over constraints.txt.
     """
     named = {argument.partition("==")[0] for argument in map(str, arguments) if "==" in argument}
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
@@ -141,9 +142,11 @@ def pip(python: Path | str, *arguments: object) -> None:
 
 
 def environment(name: str, found: Path, *packages: str, alone: str | None = None) -> Path:
-    """The Python of an environment with this package, editable, and others; made once, and when they change.
+    """Return the Python of an environment with this package (editable) and others.
 
-    ``alone`` is installed without what it asks for.
+    It is made once, and when they change.
+
+    The package ``alone`` is installed without its dependencies.
     """
     folder = ROOT / name
     python, stamp = folder / "bin" / "python", folder / "made-from"
@@ -161,10 +164,11 @@ def environment(name: str, found: Path, *packages: str, alone: str | None = None
     return python
 
 
-def run_tests(what: str, python: Path, files: list[str]) -> str:
-    """What pytest came to, in a line; the first word says whether it is good."""
+def run_tests(what: str, python: Path, arguments: list[str]) -> str:
+    """Run pytest and return the result as one line. Its first word shows success or failure."""
     print(what, flush=True)
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", *files]
+    options = ["-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
+    command = [python, "-m", "pytest", *options, *arguments]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     last = ""
@@ -175,23 +179,23 @@ def run_tests(what: str, python: Path, files: list[str]) -> str:
 
 
 def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
-    """The pair of each Python and its Megatron."""
+    """Yield the result for each Python and its Megatron."""
     files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
     for version, found in pythons.items():
         bridge, beside = BRIDGE.get(version, (None, ()))
-        if version == "{}.{}".format(*sys.version_info) and bridge is None:  # .venv has all but Bridge
+        if version == "{}.{}".format(*sys.version_info) and bridge is None:  # .venv has everything except Bridge
             python = Path(sys.executable)
         else:
             packages = ("--editable", ".[test]", *beside)
             python = environment(f".venv-megatron-{version}", found, *packages, alone=bridge)
-        # What is not there fails here: its tests would be skipped, and the line would still be a good one.
+        # A missing package is an error here. Otherwise its tests would be skipped, and the result would look good.
         names = ["megatron-core", "torch", *filter(None, [bridge])]
         asked = subprocess.run([python, "-c", VERSIONS_OF, *names], capture_output=True, text=True, check=True)
-        yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, files)
+        yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, ["-m", "not cloud", *files])
 
 
 def against_trainers(pythons: dict[str, Path]) -> Iterator[str]:
-    """Each trainer, through its own collator and loader."""
+    """Yield the result for each trainer, tested through its own collator and loader."""
     if (found := pythons.get("3.11")) is None:
         return
     tools = ("--editable", ".", "hypothesis", "pyarrow", "pytest", "pytest-xdist", "torch")
@@ -204,7 +208,7 @@ def against_trainers(pythons: dict[str, Path]) -> Iterator[str]:
 
 
 def with_torchvision(pythons: dict[str, Path]) -> Iterator[str]:
-    """Models with images and audio, by processors that need torchvision."""
+    """Yield the result for models with processors that need torchvision."""
     if (found := pythons.get("3.12")) is None:
         return
     tools = ("--editable", ".[media,parquet]", "hypothesis", "pytest", "pytest-xdist", "torch", "torchvision")
@@ -216,7 +220,7 @@ def with_torchvision(pythons: dict[str, Path]) -> Iterator[str]:
 
 
 def without_extras(pythons: dict[str, Path]) -> Iterator[str]:
-    """All tests, where nothing is installed but what the package cannot do without; by this Python alone."""
+    """Yield the result of all tests with only the required dependencies, for this Python only."""
     del pythons
     tools = ("hypothesis", "pytest", "pytest-xdist")
     python = environment(".venv-base", Path(sys.executable), "--editable", ".", *tools)
@@ -224,7 +228,7 @@ def without_extras(pythons: dict[str, Path]) -> Iterator[str]:
 
 
 def make_wheels(pythons: dict[str, Path]) -> Iterator[str]:
-    """What was made and tried."""
+    """Yield the result for the source distribution and for each wheel."""
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -237,7 +241,7 @@ def make_wheels(pythons: dict[str, Path]) -> Iterator[str]:
 
 
 def _make_wheel(version: str, found: Path, source: Path, here: Path) -> str:
-    """One wheel, made from the source distribution, repaired, and tried in the environment of a stranger."""
+    """Build one wheel from the source distribution, repair it, and try it in a fresh environment."""
     subprocess.run([found, "-m", "venv", here / "env"], check=True)
     programs, python = here / "env" / "bin", here / "env" / "bin" / "python"
     pip(python, "wheel", "--no-deps", "--wheel-dir", here, source)
@@ -272,7 +276,7 @@ TASKS = {
 
 
 def main(task: str) -> int:
-    """Do it, say what it came to, and which Pythons were not there."""
+    """Run a task, print its results, and list the missing Pythons."""
     found = {version: find(version) for version in VERSIONS}
     pythons = {version: path for version, path in found.items() if path}
     outcomes = []

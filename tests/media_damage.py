@@ -1,6 +1,6 @@
-"""Damage to every region of the files of images and audio, with and without right checksums; files of other shards.
+"""Damage every region of the media files, with and without correct checksums, and mix in files of other shards.
 
-Each damage is a whole set of files. What is no bytes in it is put at its place as it says: a link, a folder, a pipe.
+Each damage is a complete set of files. An entry can also be a link, a folder or a pipe instead of bytes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class MediaDamage(NamedTuple):
 
     Attributes:
         name: what was done, for messages.
-        files: by suffix: bytes, or what else is at the path (``SPECIAL``); a file that is gone is not among them.
-        is_found: whether a full verification has to find it. Where all checksums were made right, some damage is only
-            another shard that keeps every rule.
+        files: by suffix: bytes, or another kind of entry (``SPECIAL``); missing files are left out.
+        is_found: whether a full verification must find it. With all checksums corrected, some damage gives just another
+            valid shard.
     """
 
     name: str
@@ -54,13 +54,13 @@ class MediaDamage(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """Files of the shards that damaged copies are made of.
+    """Files of the shards from which damaged copies are made.
 
     Attributes:
-        whole: the one that is damaged.
-        foreign: another one, whose files of images and audio have the same sizes.
-        older: the same packs before one item was another kind, in a shard of the same sizes.
-        text: a shard of the same packs without images and audio.
+        whole: the shard to damage.
+        foreign: another shard with media files of the same sizes.
+        older: a shard of the same packs and sizes in which one item had another kind.
+        text: a shard of the same packs, without images and audio.
     """
 
     whole: Files
@@ -70,7 +70,7 @@ class Shards(NamedTuple):
 
 
 def _samples() -> list[MediaSample]:
-    """Packs of all sorts, among them two files of equal size, and a pack that has no item behind all others."""
+    """Return packs of all sorts, including two files of equal size and, at the end, a pack without items."""
     twins = [item_of("image", 0, 2, b"one of two"), item_of("image", 3, 1, b"two of two")]
     return [*media_samples(3, 9), media_sample([5, 2], twins), media_sample([3], [], first_id=7)]
 
@@ -78,7 +78,7 @@ def _samples() -> list[MediaSample]:
 def media_shards(folder: Path) -> Shards:
     """Write the shards that damaged copies are made of, and read their files."""
     samples = _samples()
-    # Every file byte by byte another one, and no item anywhere else: all sizes are the same.
+    # Every media file has other bytes, and every item is at the same place, so that all sizes are the same.
     other = [
         MediaSample(s.pack, [each.__class__(each.kind, each.start, each.length, bytes(b ^ 1 for b in each.data))
                              for each in s.items])
@@ -99,7 +99,7 @@ def media_shards(folder: Path) -> Shards:
     return Shards(whole, foreign, earlier, text)
 
 
-# ---- what is put at a path that is no bytes ----
+# ---- entries that are not files with bytes ----
 
 SPECIAL = ("a folder", "a pipe", "a dangling link")
 
@@ -127,7 +127,7 @@ def put_placed(prefix: str, files: Placed) -> None:
 
 
 def media_damages(shards: Shards) -> list[MediaDamage]:
-    """All of them, in an order that never changes."""
+    """Return all damages in a fixed order."""
     whole = shards.whole
     made = [*_in_header(whole), *_in_arrays(whole), *_in_data(whole), *_other_files(shards), *_exchanged(whole)]
     assert len({each.name for each in made}) == len(made), Counter(each.name for each in made).most_common(3)
@@ -139,7 +139,7 @@ def _flipped(data: bytes, at: int) -> bytes:
 
 
 def _in_header(whole: Files) -> Iterator[MediaDamage]:
-    """Every field: its first and last byte, no checksum right, and extremes under right ones. And what is behind."""
+    """Damage every field of the header: first and last byte with wrong checksums, extreme values with correct ones."""
     raw = whole[ITEMS]
     fixed, nbytes = MEDIA.fixed_nbytes, media_field(raw, "header_nbytes")
     for number, each in enumerate(MEDIA.fields):
@@ -177,7 +177,7 @@ _LEAST_MOST = {"q": (-(2**63), 2**63 - 1), "I": (0, 2**32 - 1), "B": (0, 255)}
 
 
 def _in_arrays(whole: Files) -> Iterator[MediaDamage]:
-    """First, middle and last entry of every array, and the zeros before it."""
+    """Damage first, middle and last entry of every array, and the zeros before it."""
     raw = whole[ITEMS]
     end = media_field(raw, "header_nbytes")
     for array in ARRAYS:
@@ -218,7 +218,7 @@ def _in_arrays(whole: Files) -> Iterator[MediaDamage]:
 
 
 def _in_data(whole: Files) -> Iterator[MediaDamage]:
-    """First and last byte of every blob; and all of the file cut, longer, gone, or something else."""
+    """Damage first and last byte of every blob; truncate, extend, remove or replace the whole file."""
     data, offsets = whole[DATA], array_values(whole[ITEMS], "blob_offsets")
     for blob, (begin, end) in enumerate(pairwise(offsets)):
         for at in sorted({begin, end - 1}):
@@ -244,7 +244,7 @@ def _in_data(whole: Files) -> Iterator[MediaDamage]:
 
 
 def _other_files(shards: Shards) -> Iterator[MediaDamage]:
-    """Files of other shards, of the same sizes, beside the five."""
+    """Combine the five files with media files of other shards of the same sizes."""
     whole = shards.whole
     for name in ("foreign", "older"):
         other: Files = getattr(shards, name)
@@ -254,12 +254,12 @@ def _other_files(shards: Shards) -> Iterator[MediaDamage]:
         both = {suffix: other[suffix] for suffix in MEDIA_SUFFIXES}
         yield MediaDamage(f"both files of a {name} shard", {**whole, **both}, True)
         yield MediaDamage(f"the .seq.idx of a {name} shard", {**whole, ".seq.idx": other[".seq.idx"]}, True)
-    # Of a shard of other packs, so that hardly a size is the same.
+    # From a shard of other packs, so that almost all sizes differ.
     yield MediaDamage("the five files of text, and these beside", {**whole, **shards.text}, False)
 
 
 def _exchanged(whole: Files) -> Iterator[MediaDamage]:
-    """Two blobs of equal size exchanged: in the data, in the hashes, in both, in what items show."""
+    """Exchange two blobs of equal size: in the data, in the hashes, in both, and in the items."""
     offsets, hashes = (array_values(whole[ITEMS], name) for name in ("blob_offsets", "blob_hashes"))
     sizes = [b - a for a, b in pairwise(offsets)]
     data = whole[DATA]
@@ -277,14 +277,14 @@ def _exchanged(whole: Files) -> Iterator[MediaDamage]:
         yield MediaDamage(f"hashes {a} and {b} exchanged, right checksums", dict(reseal_media(in_hashes)), True)
         both = {**in_hashes, DATA: bytes(swapped)}
         yield MediaDamage(f"blobs {a} and {b} and their hashes exchanged", dict(both), True)
-        # A header of items that is right in itself, for a shard that lists other checksums.
+        # A header of items that is valid by itself, but not in this shard, which lists other checksums.
         sealed = reseal_media(both)
         of_media = {suffix: sealed[suffix] for suffix in MEDIA_SUFFIXES}
         yield MediaDamage(f"blobs {a} and {b} exchanged, items right", {**whole, **of_media}, True)
 
 
 def some_of(damages: list[MediaDamage], count: int, seed: int) -> list[MediaDamage]:
-    """So many of them, drawn; of each sort, names without their numbers, one before there are two."""
+    """Draw ``count`` damages, of as many sorts (names without numbers) as possible."""
     draw, sorts = random.Random(seed), dict[str, list[MediaDamage]]()
     for damage in draw.sample(damages, len(damages)):
         sorts.setdefault(re.sub(r"b'.*'|-?\d+", "", damage.name), []).append(damage)

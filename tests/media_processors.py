@@ -1,4 +1,4 @@
-"""Processors of transformers, built from their configuration with a small tokenizer; and images for them."""
+"""Build processors of transformers from their configurations, with a small tokenizer, and images for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ENDS = ("<|im_start|>", "<|im_end|>")
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers says of torchvision, which is not needed."""
+    """Suppress transformers' warnings about torchvision, which is not needed."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -59,7 +59,7 @@ def _quiet() -> Iterator[None]:
 
 
 def tokenizer_with(*special: str) -> Any:
-    """A small byte-level tokenizer of transformers with these special tokens beside its own."""
+    """Return a small byte-level tokenizer of transformers with these additional special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     model = Tokenizer(models.BPE())
@@ -78,7 +78,7 @@ def tokenizer_with(*special: str) -> Any:
 
 
 def llava(folder: Path, *, crops: bool = True) -> Any:
-    """LLaVA's: one size for all images, or with ``crops=False`` as many patches as each image has."""
+    """Save LLaVA's processor: one size for all images or, with ``crops=False``, as many patches as each image has."""
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     sizes: dict[str, Any] = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
@@ -98,12 +98,12 @@ def llava(folder: Path, *, crops: bool = True) -> Any:
 
 
 def llava_of_any_size(folder: Path) -> Any:
-    """LLaVA's, with as many placeholders as each image has patches."""
+    """Save LLaVA's processor with as many placeholders as each image has patches."""
     return llava(folder, crops=False)
 
 
 def idefics3(folder: Path, *, longest_edge: int = 256) -> Any:
-    """That of Idefics3 and SmolVLM: rows and columns of tiles, with tags and line ends between them."""
+    """Save the processor of Idefics3 and SmolVLM: rows and columns of tiles, with tags and line ends between them."""
     from transformers import Idefics3ImageProcessor, Idefics3Processor
 
     special = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>")
@@ -115,7 +115,7 @@ def idefics3(folder: Path, *, longest_edge: int = 256) -> Any:
 
 
 def qwen2_audio(folder: Path) -> Any:
-    """Qwen2-Audio's, with the feature extractor of Whisper: as many placeholders as a recording has frames."""
+    """Save Qwen2-Audio's processor with Whisper's feature extractor: as many placeholders as a recording has frames."""
     from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
     special = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>")
@@ -127,7 +127,7 @@ def qwen2_audio(folder: Path) -> Any:
 
 
 def llava_next(folder: Path) -> Any:
-    """LLaVA-NeXT's: an image is cut into tiles, as many as fit its shape."""
+    """Save LLaVA-NeXT's processor, which divides an image into tiles according to its shape."""
     from transformers import LlavaNextImageProcessor, LlavaNextProcessor
 
     side, shapes = {"height": 56, "width": 56}, [[56, 112], [112, 56], [112, 112]]
@@ -146,7 +146,7 @@ def llava_next(folder: Path) -> Any:
 
 
 def gemma3(folder: Path) -> Any:
-    """Gemma 3's: line ends around each image, which become a token with those of the text."""
+    """Save Gemma 3's processor. Line ends around each image merge with line ends of the text into one token."""
     from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
 
     named = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
@@ -171,7 +171,7 @@ def _qwen_vl(folder: Path, name: str, video: str, patch_size: int) -> Any:
     import transformers
 
     special = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>", *_ENDS)
-    side = 2 * patch_size  # of what becomes one position
+    side = 2 * patch_size  # side of the square that becomes one position
     sizes = {"patch_size": patch_size, "size": {"shortest_edge": side**2, "longest_edge": 12 * side**2}}
     with _quiet():
         processor = getattr(transformers, name)(
@@ -185,22 +185,22 @@ def _qwen_vl(folder: Path, name: str, video: str, patch_size: int) -> Any:
 
 
 def qwen2_vl(folder: Path) -> Any:
-    """Qwen2-VL's, with up to 12 positions for an image; it needs torchvision, and so do the next two."""
+    """Save Qwen2-VL's processor, with up to 12 positions per image. It needs torchvision, like the next two."""
     return _qwen_vl(folder, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14)
 
 
 def qwen2_5_vl(folder: Path) -> Any:
-    """Qwen2.5-VL's, with up to 12 positions for an image."""
+    """Save Qwen2.5-VL's processor, with up to 12 positions per image."""
     return _qwen_vl(folder, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14)
 
 
 def qwen3_vl(folder: Path) -> Any:
-    """Qwen3-VL's, with up to 12 positions for an image."""
+    """Save Qwen3-VL's processor, with up to 12 positions per image."""
     return _qwen_vl(folder, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)
 
 
 def qwen2_5_omni(folder: Path) -> Any:
-    """Qwen2.5-Omni's, which takes images and audio in one text; it needs torchvision."""
+    """Save Qwen2.5-Omni's processor, which takes images and audio in one text. It needs torchvision."""
     import transformers
 
     kinds = ("IMAGE", "VIDEO", "AUDIO")
@@ -227,7 +227,7 @@ def qwen2_5_omni(folder: Path) -> Any:
 
 
 def paligemma(folder: Path) -> Any:
-    """PaliGemma's, which writes a token and a line end into each text."""
+    """Save PaliGemma's processor, which inserts a token and a line end into each text."""
     from transformers import PaliGemmaProcessor, SiglipImageProcessor
 
     with _quiet():
@@ -240,7 +240,7 @@ def paligemma(folder: Path) -> Any:
 
 
 def audio_flamingo(folder: Path) -> Any:
-    """Audio Flamingo 3's, which takes one recording in a text."""
+    """Save Audio Flamingo 3's processor, which takes one recording per text."""
     from transformers import AudioFlamingo3Processor, WhisperFeatureExtractor
 
     with _quiet():
@@ -251,7 +251,7 @@ def audio_flamingo(folder: Path) -> Any:
     return processor
 
 
-# Those whose ids can be made here, of any row.
+# Processors that this package supports, for any row.
 PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "llava": llava,
     "llava of any size": llava_of_any_size,
@@ -263,7 +263,7 @@ PROCESSORS: dict[str, Callable[[Path], Any]] = {
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
-    """An image of noise."""
+    """Return an image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")
@@ -271,7 +271,7 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def wav(samples: int, rate: int = 16_000, seed: int = 0, form: str = "WAV", channels: int = 1) -> bytes:
-    """A recording of noise."""
+    """Return a recording of noise."""
     sound = np.random.default_rng(seed).standard_normal((samples, channels)).astype(np.float32) / 8
     stream = io.BytesIO()
     soundfile.write(stream, sound, rate, format=form)
@@ -279,14 +279,14 @@ def wav(samples: int, rate: int = 16_000, seed: int = 0, form: str = "WAV", chan
 
 
 def kind_of(name: str) -> str:
-    """Whether a processor takes images or audio."""
+    """Return whether a processor takes images or audio."""
     return "audio" if name == "qwen2-audio" else "image"
 
 
 def conversation(rng: random.Random, kind: str, files: list[bytes]) -> list[dict[str, Any]]:
-    """A chat whose turns have some of these files, at any place, and texts that look like their tags.
+    """Return a chat with some of these files at random places, and with texts that look like their tags.
 
-    Some have a system turn, and some a tool that answers.
+    Some chats have a system turn, and some have a tool result.
     """
     texts = ("what is ", "\n\n", "here? ", " the cat", "row", "\n", "<row_1_col_1>", "<image>", "<|AUDIO|>", "é", "  ")
     messages: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Packs with images and audio at random, damage to their files with all checksums right, and their rules in loops."""
+"""Random packs with images and audio, damage with all checksums corrected, and the rules in slow, plain Python."""
 
 from __future__ import annotations
 
@@ -39,15 +39,18 @@ def item_of(kind: Any, start: int, length: int, data: bytes = b"\xff\xd8 an imag
 
 
 def media_sample(lengths: Sequence[int], items: Sequence[MediaItem], *, first_id: int = 0) -> MediaSample:
-    """A pack of sequences of these lengths, trained on every token that is no placeholder."""
+    """Return a pack of sequences of these lengths. All tokens except placeholders are trained."""
     placeholders = {position for each in items for position in range(each.start, each.start + each.length)}
     pack = sample_of(lengths, lambda p: int(p not in placeholders), lambda p: first_id + p)
     return MediaSample(pack, list(items))
 
 
 def media_samples(seed: int, count: int = 12) -> list[MediaSample]:
-    """Packs of all sorts: without items; with several in a sequence, with and without tokens between them, at its first
-    and its last token; of few files, so that most are shown more than once, and now and then as the other kind."""
+    """Return random packs, without items and with several per sequence.
+
+    Items can be next to each other, and at the first or last token of a sequence. There are few files, so most are used
+    more than once, sometimes as the other kind.
+    """
     draw = random.Random(seed)
     files = [draw.randbytes(draw.choice([1, 2, 7, 64, 300])) for _ in range(max(2, count // 2))]
     return [_drawn(draw, files) for _ in range(count)]
@@ -73,7 +76,7 @@ def _drawn(draw: random.Random, files: list[bytes]) -> MediaSample:
 
 
 def write_media(prefix: str | os.PathLike[str], samples: Sequence[MediaSample], **options: Any) -> Any:
-    """Write label-aligned, without waiting for the disk; returns the header."""
+    """Write label-aligned packs without waiting for the disk, and return the header."""
     with ShardWriter(prefix, media=True, **{"durable": False, **options}) as writer:
         for sample in samples:
             pack = sample.pack
@@ -82,7 +85,7 @@ def write_media(prefix: str | os.PathLike[str], samples: Sequence[MediaSample], 
 
 
 def seven_files(prefix: str | os.PathLike[str]) -> Files:
-    """The files of a shard with images and audio, by suffix."""
+    """Return the files of a shard with images and audio, by suffix."""
     media = {suffix: Path(os.fspath(prefix) + suffix).read_bytes() for suffix in MEDIA_SUFFIXES}
     return {**five_files(prefix), **media}
 
@@ -91,9 +94,9 @@ def as_plain(items: Sequence[MediaItem]) -> list[tuple[str, int, int, bytes]]:
     return [(each.kind, each.start, each.length, bytes(each.data)) for each in items]
 
 
-# ---- the arrays as they are in the file, and damage to them ----
+# ---- the arrays in the file, and damage to them ----
 
-# Name, struct format of an entry, what there is an entry of, how many more: as FORMAT.md has them.
+# Name, struct format of an entry, the count that determines the length, and how many entries more. See FORMAT.md.
 _ARRAYS = [
     ("item_offsets", "q", "num_packs", 1),
     ("starts", "I", "num_items", 0),
@@ -106,13 +109,13 @@ _ARRAYS = [
 
 
 def media_field(raw: bytes, name: str) -> Any:
-    """One field of the header of ``.media.items``."""
+    """Return one field of the header of ``.media.items``."""
     place = next(each for each in MEDIA.fields if each.name == name)
     return struct.unpack_from("<" + place.format, raw, place.offset)[0]
 
 
 def array_places(raw: bytes) -> dict[str, tuple[int, str, int]]:
-    """Where each array of ``.media.items`` begins, the format of its entries, and how many it has."""
+    """Return offset, entry format and number of entries of each array of ``.media.items``."""
     places, end = {}, media_field(raw, "header_nbytes")
     for name, code, of, more in _ARRAYS:
         begin, count = (end + 63) // 64 * 64, media_field(raw, of) + more
@@ -122,14 +125,14 @@ def array_places(raw: bytes) -> dict[str, tuple[int, str, int]]:
 
 
 def array_values(raw: bytes, name: str) -> list[Any]:
-    """The entries of one array of ``.media.items``."""
+    """Return the entries of one array of ``.media.items``."""
     begin, code, count = array_places(raw)[name]
     size = struct.calcsize("<" + code)
     return [struct.unpack_from("<" + code, raw, begin + size * at)[0] for at in range(count)]
 
 
 def with_entry(files: Files, name: str, at: int, value: Any) -> Files:
-    """One entry of one array of ``.media.items`` replaced; the checksums are left as they were."""
+    """Replace one entry of one array of ``.media.items``, without changing the checksums."""
     raw = bytearray(files[".media.items"])
     begin, code, count = array_places(bytes(raw))[name]
     assert 0 <= at < count
@@ -138,7 +141,7 @@ def with_entry(files: Files, name: str, at: int, value: Any) -> Files:
 
 
 def set_media_fields(raw: bytes, **fields: Any) -> bytes:
-    """A ``.media.items`` with these fields, and its header's checksum right again."""
+    """Return a ``.media.items`` with these fields and a corrected header checksum."""
     out, size = bytearray(raw), media_field(raw, "header_nbytes")
     for name, value in fields.items():
         place = next(each for each in MEDIA.fields if each.name == name)
@@ -150,13 +153,13 @@ def set_media_fields(raw: bytes, **fields: Any) -> bytes:
 def reseal_media(
     files: Files, *, media: Mapping[str, Any] | None = None, sums: Mapping[str, bytes] | None = None, **fields: Any
 ) -> Files:
-    """All sizes, checksums and ids of a shard with images and audio as its files are now.
+    """Correct all sizes, checksums and ids of a shard with images and audio, according to its present files.
 
     Args:
         files: the seven files, by suffix.
-        media: fields of the header of ``.media.items`` that are set in the end, and may be wrong.
-        sums: checksums that ``data`` and ``items`` have in all places, in place of the right ones.
-        fields: the same of the header of ``.seq.idx``.
+        media: fields of the header of ``.media.items`` to set at the end; may be wrong.
+        sums: checksums to store for ``data`` and ``items`` instead of the right ones, in all places.
+        fields: fields of the header of ``.seq.idx`` to set at the end; may be wrong.
     """
     raw = files[".media.items"]
     right = {
@@ -181,13 +184,13 @@ def reseal_media(
 
 @dataclass(frozen=True)
 class Places:
-    """What the rules are about, as plain lists.
+    """The data that the rules refer to, as plain lists.
 
     Attributes:
-        arrays: of ``.media.items``, by name.
-        data: all of ``.media.data``.
-        packs: of each pack the bounds of its sequences, from 0 to its length.
-        masks: of each pack its loss mask.
+        arrays: arrays of ``.media.items``, by name.
+        data: content of ``.media.data``.
+        packs: for each pack the boundaries of its sequences, from 0 to its length.
+        masks: loss mask of each pack.
     """
 
     arrays: Mapping[str, list[Any]]
@@ -197,7 +200,7 @@ class Places:
 
     @classmethod
     def of(cls, files: Files, samples: Sequence[MediaSample], mask_dtype: Any = np.uint8) -> Places:
-        """As the files are; starts and lengths of packs are those of the samples."""
+        """Read the files; boundaries and lengths of packs come from the samples."""
         arrays = {name: array_values(files[".media.items"], name) for name, *_ in _ARRAYS}
         mask, masks = np.frombuffer(files[".loss.bin"], mask_dtype).tolist(), []
         for sample in samples:
@@ -207,12 +210,12 @@ class Places:
 
 
 def broken_media_rules(places: Places) -> set[str]:
-    """Those of the rules M5 to M12 that are broken, each by what FORMAT.md says of it alone."""
+    """Return which of the rules M5 to M12 are broken. Each rule is checked independently, as written in FORMAT.md."""
     broken: set[str] = set()
     offsets, items = places.arrays["item_offsets"], len(places.arrays["starts"])
     if offsets[0] != 0 or offsets[-1] != items or any(b < a for a, b in pairwise(offsets)):
         broken.add("M5")
-    used: list[int] = []  # blobs in the order of their first use
+    used: list[int] = []  # blobs in the order of first use
     for pack, bounds in enumerate(places.packs):
         # Python's slices would count negative numbers from the end.
         first, last = (min(max(offset, 0), items) for offset in offsets[pack : pack + 2])
@@ -229,8 +232,8 @@ def broken_media_rules(places: Places) -> set[str]:
 
 
 def _broken_in_pack(items: Mapping[str, list[int]], bounds: list[int], mask: list[Any]) -> set[str]:
-    """M6, M7, M8 and M12 in one pack."""
-    broken, taken = set(), -1  # the last position of the item before
+    """Return which of M6, M7, M8 and M12 are broken in one pack."""
+    broken, taken = set(), -1  # the last position of the previous item
     for start, length, kind in zip(items["starts"], items["lengths"], items["kinds"], strict=True):
         is_inside = any(a <= start and start + length <= b for a, b in pairwise(bounds))
         if length == 0 or not is_inside:
@@ -247,7 +250,7 @@ def _broken_in_pack(items: Mapping[str, list[int]], bounds: list[int], mask: lis
 
 
 def _broken_blobs(places: Places) -> set[str]:
-    """M10 and M11."""
+    """Return which of M10 and M11 are broken."""
     broken, offsets, hashes = set(), places.arrays["blob_offsets"], places.arrays["blob_hashes"]
     if offsets[0] != 0 or offsets[-1] != len(places.data):
         broken.add("M10")

@@ -1,7 +1,7 @@
-"""Attention on the CPU across context-parallel ranks, and ``HYBRID``: layers of ``HybridModel`` with it.
+"""Attention on the CPU across context-parallel ranks, and ``HYBRID``, the layers of ``HybridModel`` with it.
 
-``pretrain_hybrid.py --spec megatron_attention HYBRID`` takes these layers. ``HYBRID`` is missing where megatron-core
-has no such model, before 0.18.
+``pretrain_hybrid.py --spec megatron_attention HYBRID`` uses these layers. ``HYBRID`` does not exist before
+megatron-core 0.18, which has no ``HybridModel``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ gather: Callable[..., tuple[Tensor, ...]] = all_gather
 
 
 class Attention(SegmentAttention):
-    """In place of Transformer Engine: causal attention inside each segment, over all context-parallel ranks."""
+    """Replaces Transformer Engine: causal attention inside each segment, over all context-parallel ranks."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
         group = mpu.get_context_parallel_group()
@@ -36,7 +36,10 @@ class Attention(SegmentAttention):
 
 
 def partitioned(bounds: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """Transformer Engine's ``thd_get_partitioned_indices``: chunks ``rank`` and its mirror of 2 * ranks a segment."""
+    """Transformer Engine's ``thd_get_partitioned_indices``.
+
+    Each segment has 2 * ranks chunks; a rank gets chunk ``rank`` and its mirror image.
+    """
     picked = []
     for start, stop in pairwise(sorted(set(bounds.tolist()))):
         if (stop - start) % (2 * ranks):

@@ -1,8 +1,8 @@
-"""Commands that people give to Megatron-LM, through its own parser and checks, our provider and its data loaders.
+"""Run commands that people use with Megatron-LM through its parser and checks, our provider, and its data loaders.
 
-``python tests/megatron_habits.py`` prints a line a command: whether it works, what it is refused with, or what Megatron
-itself says. It takes the Megatron that is installed or, where MEGATRON_LM names a checkout, that one. Arguments after
-it are parts of commands; no others are run. The exit code is 1 if a command ends otherwise than it should.
+``python tests/megatron_habits.py`` prints one line per command: that it works, the error that rejects it, or Megatron's
+own error. It uses the installed Megatron or, if MEGATRON_LM is set, that checkout. With arguments, only commands that
+contain one of them are run. The exit code is 1 if a command ends in an unexpected way.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatron_setups import FLAGS, LENGTH, MODELS, TINY, prepare
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.training.megatron_arguments import REFUSED
 
-# Groups of Megatron's parser whose arguments are all about data, and words in names of others that are.
+# Groups of Megatron's parser with only arguments about data, and words in the names of other such arguments.
 GROUPS = ("data and dataloader", "validation", "tokenizer", "sft", "varlen dataset")
 WORDS = re.compile(
     r"(^|-)(data|dataloader|datasets?|samples?|batch|seqlen|packing|tokenizer|epochs?|mask|split|shuffle|seed)(-|$)"
 )
-# Groups for models, and for work, that packed data has nothing to do with.
+# Groups for models and tasks that do not use packed data.
 OTHER_GROUPS = ("inference", "rl", "biencoder", "fault injector", "one logger")
-# Arguments with such a word that are not about data.
+# Arguments with one of these words that are not about data.
 NOT_DATA = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "tp_comm_split_ag"),
     *("tp_comm_split_rs", "muon_split_qkv", "batch_invariant_mode", "data_parallel_random_init"),
     *("data_parallel_sharding_strategy", "lr_decay_samples", "lr_wsd_decay_samples", "lr_warmup_samples"),
     *("mask_type", "mask_factor", "iter_per_epoch", "dino_warmup_teacher_temp_epochs", "te_rng_tracker"),
 )
-# What arguments are given; those with choices are given each, others 1.
+# Values for arguments. All choices of an argument are tried; the default value is 1.
 VALUES = {
     "seq_length": str(LENGTH),
     "encoder_seq_length": None,
@@ -95,12 +95,12 @@ class Habit:
     """A command.
 
     Attributes:
-        words: what is given behind ``BASE`` and the shards; the folder of data takes the place of ``{}``. A flag with
-            ``!`` in front is taken out of ``BASE``, with its value.
-        expected: ``works``, ``refused`` by us, or ``Megatron`` where its own parser and checks end it.
-        says: what the message must contain, of a command that is refused.
+        words: arguments after ``BASE`` and the shards. ``{}`` is replaced by the folder of data. ``!`` before a flag
+            removes the flag and its value from ``BASE``.
+        expected: ``works``, ``refused`` (by us), or ``Megatron`` (its own parser or checks reject it).
+        says: text that the message of a rejected command must contain.
         data: the shards; None if ``words`` name them.
-        ranks: processes that Megatron is to believe in; one is enough to see what is refused.
+        ranks: number of processes that Megatron assumes; one is enough to test rejections.
     """
 
     words: str
@@ -145,7 +145,7 @@ WRITTEN = [
     Habit("--data-path {}/chats.seq.idx", data=None),
     Habit("--data-path {}/chats.bin", data=None),
     Habit("--data-path {}/shards", data=None),
-    Habit("--data-path {}/empty", "refused", "holds no shard", data=None),
+    Habit("--data-path {}/empty", "refused", "contains no shard", data=None),
     Habit("--data-path {}/stock", "refused", "pretrain:{}/stock", data=None),
     Habit("--data-path {}/stock.bin", "refused", "pretrain:{}/stock", data=None),
     Habit("--data-path {}/stock.idx", "refused", "pretrain:{}/stock", data=None),
@@ -154,9 +154,9 @@ WRITTEN = [
     Habit("--data-path {}/packs.npy", "refused", "megatron-sft-idx convert {}/packs.npy", data=None),
     Habit("--data-path {}/arrow", "refused", "megatron-sft-idx preprocess --input {}/arrow", data=None),
     Habit("--data-path {}/jsonls", "refused", "megatron-sft-idx preprocess --input '{}/jsonls/*.jsonl'", data=None),
-    Habit("--data-path {}/tokenizer", "refused", "holds no shard", data=None),
+    Habit("--data-path {}/tokenizer", "refused", "contains no shard", data=None),
     Habit("--data-path somebody/chats", "refused", "somebody/chats", data=None),
-    # per split, and from files
+    # separate data per split, and data from files
     Habit("--train-data-path {}/chats", "refused", "--split 1,0,0", data=None),
     Habit("!--split --train-data-path {}/chats", data=None),
     Habit("!--split --train-data-path {}/chats --eval-iters 2", "refused", "--valid-data-path", data=None),
@@ -201,7 +201,7 @@ WRITTEN = [
     Habit("--context-parallel-size 2", "refused", "--sequence-multiple 4", ranks=2),
     Habit("--data-path {}/padded --context-parallel-size 2", data=None, ranks=2),
     Habit("--tensor-model-parallel-size 2", ranks=2),
-    # flags that are needed, and those of caches
+    # required flags, and flags of caches
     Habit("!--sft", "refused", "--sft"),
     Habit("!--calculate-per-token-loss", "refused", "--calculate-per-token-loss"),
     Habit("!--no-create-attention-mask-in-dataloader", "refused", "--no-create-attention-mask-in-dataloader"),
@@ -226,7 +226,10 @@ WRITTEN = [
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Arguments of Megatron's parser that are about data, by name; the first of those that set one value."""
+    """Return the arguments of Megatron's parser about data, by name.
+
+    If several set the same value, return the first.
+    """
     found: dict[str, argparse.Action] = {}
     for group in parser._action_groups:
         for action in group._group_actions:
@@ -237,7 +240,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def megatron_parser() -> argparse.ArgumentParser:
-    """That of the Megatron that is imported."""
+    """Return the parser of the imported Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -246,7 +249,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def generated(arguments: dict[str, argparse.Action]) -> Iterator[Habit]:
-    """A command for each argument about data, and for each of its choices."""
+    """Yield a command for each argument about data, and for each of its choices."""
     for name, action in arguments.items():
         flag = action.option_strings[0]
         values: list[str | None] = [VALUES.get(name, "1")]
@@ -256,18 +259,18 @@ def generated(arguments: dict[str, argparse.Action]) -> Iterator[Habit]:
             values = [str(each) for each in action.choices]
         for value in values:
             if name in VALUES and VALUES[name] is None:
-                continue  # among WRITTEN, with what it needs
+                continue  # in WRITTEN, together with the arguments that it needs
             refused = name in REFUSED and (value == "" or value != str(REFUSED[name].default))
             yield Habit(
                 f"{flag} {value}".strip(), "refused" if refused else "works or Megatron", flag if refused else ""
             )
 
 
-# ---- what the commands name ----
+# ---- files that the commands use ----
 
 
 def write_world(folder: Path) -> None:
-    """Shards, and all that people have lying about in place of shards."""
+    """Write shards, and other files that people pass instead of shards."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from chats import CHATS, TOKENIZER
@@ -310,14 +313,14 @@ def write_world(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a command: ``works``, ``refused``, ``Megatron`` or ``fails``, and what was said."""
+    """The outcome of a command, ``works``, ``refused``, ``Megatron`` or ``fails``, and its message."""
 
     how: str
     said: str = ""
 
 
 def command_of(habit: Habit, folder: Path) -> list[str]:
-    """The arguments of a command."""
+    """Return the arguments of a command."""
     words = [*BASE, *(habit.data or "").split()]
     for word in habit.words.split():
         if not word.startswith("!"):
@@ -350,7 +353,7 @@ def run(argv: list[str], ranks: int = 1) -> Found:
         entered.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(ranks), "RANK": "0"}))
         entered.enter_context(contextlib.redirect_stdout(io.StringIO()))
         entered.enter_context(contextlib.redirect_stderr(said))
-        # Groups of processes are made once: each has threads, which nothing ends.
+        # Process groups are made only once, because each has threads that never end.
         entered.enter_context(mock.patch.object(training, "destroy_model_parallel"))
         entered.callback(training.destroy_global_state)
         try:
@@ -376,13 +379,13 @@ def run(argv: list[str], ranks: int = 1) -> Found:
 
 
 def is_as_expected(habit: Habit, found: Found, folder: Path) -> bool:
-    """Whether a command ended as it should, and what it is refused with names what is wrong."""
+    """Return whether a command ended as expected, with an error that names the wrong argument."""
     return found.how in habit.expected.split(" or ") and habit.says.replace("{}", str(folder)) in found.said
 
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[Path]:
-    """While entered, this process is all ranks, has no GPU that Megatron would miss, and a folder with all data."""
+    """Set up one process as all ranks, without the GPU that Megatron requires. Yield a folder with all data."""
     from megatron.core import parallel_state
     from megatron_pretrain import without_cuda
 
@@ -401,7 +404,7 @@ def one_rank() -> Iterator[Path]:
 
 
 def line_of(habit: Habit, found: Found, folder: Path, good: bool) -> str:
-    """A command and what became of it, in a line of the table."""
+    """Return a line of the table: a command and its outcome."""
     command = " ".join(filter(None, [habit.data, habit.words])).replace("{}/", "")
     said = found.said.replace(f"{folder}/", "").replace("\n", " / ")
     return f"{'' if good else '!! '}{command} | {found.how} | {said}"

@@ -1,11 +1,11 @@
-"""One rank of Megatron-LM's own ``pretrain()``, on the CPU and on our provider: jobs of a JSON file, under torchrun.
+"""Run one rank of Megatron-LM's own ``pretrain()`` on the CPU with our provider: jobs of a JSON file, under torchrun.
 
-``megatron_setups`` starts it: ``torchrun ... tests/megatron_pretrain.py JOBS FOLDER`` runs each job, named in JOBS and
-described by ``Job``, and leaves ``FOLDER/NAME.RANK.json``: what Megatron itself said of every step. What is
-done to Megatron for want of a GPU is in ``without_cuda``; its own loop, samplers, loaders, broadcasts, model, optimizer
-and checkpoints run as they are. Where MEGATRON_LM names a checkout, that one is run, its ``pretrain_gpt.py`` and
-``pretrain_hybrid.py`` included; otherwise the installed wheel, which lacks these scripts, so that ``forward_step`` here
-stands in for those there.
+``megatron_setups`` starts it: ``torchrun ... tests/megatron_pretrain.py JOBS FOLDER`` runs each job in JOBS (see
+``Job``) and writes ``FOLDER/NAME.RANK.json`` with the values that Megatron itself reported for every step.
+``without_cuda`` contains all changes to Megatron that a machine without GPU needs. Megatron's loop, samplers, loaders,
+broadcasts, model, optimizer and checkpoints are unchanged. If MEGATRON_LM is set, that checkout is run with its own
+``pretrain_gpt.py`` and ``pretrain_hybrid.py``. The installed wheel lacks these scripts; ``forward_step`` of this module
+then replaces theirs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
 
-# Of Megatron-LM, to be run in place of what is installed.
+# A checkout of Megatron-LM to run instead of the installed one.
 CHECKOUT = os.environ.get("MEGATRON_LM")
 PROVIDER = "megatron_sft_idx.training.provider"
 POPPED = "    cu_seqlens_padded = batch.pop('cu_seqlens_padded', None)"
@@ -54,15 +54,15 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A run.
+    """One training run.
 
     Attributes:
-        argv: arguments of Megatron-LM, those that make it a tiny model on the CPU included.
-        hybrid: the model is HybridModel, not GPTModel.
-        kill_after: this step is the last; then the process kills itself. None runs to the end.
-        alone: prefix of a shard: the loss of every trained segment in its packs, alone in the model, is compared.
-        runner: whether ``python -m megatron_sft_idx.pretrain`` runs the script, which is not edited then.
-        wrong: what is done wrong on purpose: ``one segment`` for the whole row, ``mask late`` by one position.
+        argv: arguments of Megatron-LM, including the ones for a tiny model on the CPU.
+        hybrid: train HybridModel instead of GPTModel.
+        kill_after: the process kills itself after this step. None runs to the end.
+        alone: prefix of a shard. The loss of every trained segment is compared to the loss of the segment by itself.
+        runner: whether ``python -m megatron_sft_idx.pretrain`` runs the script; then the script is not edited.
+        wrong: a deliberate error: ``one segment`` for the whole row, or ``mask late`` by one position.
     """
 
     argv: list[str]
@@ -75,15 +75,15 @@ class Job:
 
 @dataclass
 class Found:
-    """What a run left.
+    """The results of a run.
 
     Attributes:
-        losses: of every step, as Megatron reports it.
-        norms: of the gradient, of every step.
-        validation: every loss of an evaluation.
-        alone: the largest relative difference of a segment's loss in its pack to its loss alone, and how many segments
-            were compared.
-        error: what the run ended with, if it did not run to its end.
+        losses: loss of every step, as Megatron reports it.
+        norms: gradient norm of every step.
+        validation: losses of all evaluations.
+        alone: the largest relative difference between a segment's loss in its pack and by itself, and the number of
+            compared segments.
+        error: the error that ended the run, if any.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Found:
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """While entered, a GPU that is this CPU: what Megatron's training asks of ``torch.cuda`` beyond its core."""
+    """Let the CPU act as a GPU: replace the functions of ``torch.cuda`` that Megatron's training calls."""
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     cuda: dict[str, Any] = {
         "device_count": lambda: 1,
@@ -117,18 +117,18 @@ def without_cuda() -> Iterator[None]:
         for name, stand_in in cuda.items():
             entered.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         entered.enter_context(mock.patch.object(LocalSpecProvider, "core_attention", return_value=Attention))
-        if not CHECKOUT:  # a wheel has them compiled, and no makefile
+        if not CHECKOUT:  # a wheel has compiled helpers and no makefile
             entered.enter_context(mock.patch.object(dataset_utils, "compile_helpers", nothing))
         entered.enter_context(mock.patch.object(core_utils, "tex", mock.Mock(thd_get_partitioned_indices=partitioned)))
         entered.enter_context(megatron_device())
         yield
 
 
-# ---- what pretrain_gpt.py does, which no wheel has ----
+# ---- code of pretrain_gpt.py, which wheels lack ----
 
 
 def get_batch(batches: Iterator[dict[str, Tensor]] | None) -> dict[str, Any]:
-    """A micro-batch, on every rank what that rank is to compute."""
+    """Return the part of a micro-batch that this rank computes."""
     from megatron.training import get_args
 
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
@@ -161,14 +161,17 @@ def get_batch(batches: Iterator[dict[str, Tensor]] | None) -> dict[str, Any]:
 
 
 def sum_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As there: the masked sum, the whole number it is divided by, and both to report."""
+    """Like in pretrain_gpt.py: return the masked sum, the integer to divide it by, and both for reports."""
     loss = (losses.view(-1).float() * loss_mask.view(-1)).sum()
     tokens = loss_mask.sum().detach().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
 def params_of(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """The boundaries; as there, the padded ones in place of the others too, which Transformer Engine needs."""
+    """Return the boundaries.
+
+    Like in pretrain_gpt.py, the padded ones replace the others, as Transformer Engine needs.
+    """
     if batch["cu_seqlens"] is None:
         return None
     padded = batch["cu_seqlens_padded"]
@@ -193,18 +196,18 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Any]:
     return losses, partial(sum_loss, batch["loss_mask"])
 
 
-# ---- a run, watched ----
+# ---- a monitored run ----
 
 
 class Alone:
-    """Compares the loss of each trained segment inside its pack with its loss alone in the model.
+    """Compares the loss of each trained segment inside its pack with its loss when the model sees only this segment.
 
-    What the segments are is asked of the shard, not of the batch.
+    The segments are read from the shard, not from the batch.
 
     Args:
-        forward: of the model's class.
-        prefix: of the shard.
-        length: of a row.
+        forward: ``forward`` of the model's class.
+        prefix: prefix of the shard.
+        length: length of a row.
     """
 
     def __init__(self, forward: Callable[..., Tensor], prefix: str, length: int) -> None:
@@ -218,11 +221,11 @@ class Alone:
         self._expected: list[float] = []
 
     def outcome(self) -> tuple[float, int]:
-        """The largest relative difference, NaN where a loss is, and how many segments were compared."""
+        """Return the largest relative difference (NaN if a loss is NaN) and the number of compared segments."""
         return difference(self._found, self._expected), len(self._found)
 
     def forward(self, model: Any, tokens: Tensor, *args: Any, **named: Any) -> Tensor:
-        """In place of the model's own, which it calls."""
+        """Replaces the model's own ``forward``, and calls it."""
         losses = self._forward(model, tokens, *args, **named)
         if not self._looking and model.training:
             self._looking = True
@@ -250,7 +253,7 @@ class Alone:
 
 
 def spoil(fill: Callable[..., Tensors], wrong: str) -> Callable[..., Tensors]:
-    """``BatchAssembler.fill`` with a mistake."""
+    """Return ``BatchAssembler.fill`` with a deliberate error."""
 
     def filled(*args: Any, **named: Any) -> Tensors:
         batch = fill(*args, **named)
@@ -265,14 +268,14 @@ def spoil(fill: Callable[..., Tensors], wrong: str) -> Callable[..., Tensors]:
 
 
 def is_scheduled(job: Job) -> bool:
-    """Whether Megatron packs as it trains."""
+    """Return whether Megatron packs during training."""
     return not {"--sequence-packing-scheduler", "--use-varlen-dataset"}.isdisjoint(job.argv)
 
 
 def patched_scheduler(wrong: str | None) -> contextlib.ExitStack:
-    """Entered, Megatron's packing scheduler takes what is here for the Transformer Engine that it asks for.
+    """Return a context in which Megatron's packing scheduler accepts this module's replacement for Transformer Engine.
 
-    It makes ``one segment`` of all sequences of a pack where that is ``wrong``.
+    If ``wrong`` is ``one segment``, all sequences of a pack become one segment.
     """
     from megatron.core.datasets import data_schedule
     from megatron.core.transformer import transformer_config
@@ -291,7 +294,7 @@ def patched_scheduler(wrong: str | None) -> contextlib.ExitStack:
 
 
 def model_of(job: Job) -> type:
-    """The class that is trained. HybridModel is missing before megatron-core 0.18."""
+    """Return the class of the model. HybridModel does not exist before megatron-core 0.18."""
     if not job.hybrid:
         return GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -300,7 +303,7 @@ def model_of(job: Job) -> type:
 
 
 def pretrain(job: Job) -> None:
-    """As ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, but for the provider of the data sets."""
+    """Do the same as ``pretrain_gpt.py`` and ``pretrain_hybrid.py``, with another provider of data sets."""
     from megatron.training import argument_utils, arguments, training
 
     args = arguments.parse_and_validate_args()
@@ -310,26 +313,26 @@ def pretrain(job: Job) -> None:
 
 
 def script_of(job: Job, checkout: str) -> Path:
-    """The script of a checkout for the model of a job."""
+    """Return the script of a checkout for the model of a job."""
     return Path(checkout, "pretrain_hybrid.py" if job.hybrid else "pretrain_gpt.py")
 
 
 def run_script(job: Job, checkout: str) -> None:
-    """The script of a checkout for this model, with one import in place of its provider."""
+    """Run the script of a checkout for this model, with its provider replaced by one import."""
     path = script_of(job, checkout)
     source = path.read_text(encoding="utf-8")
     source = source.replace("def train_valid_test_datasets_provider", "def the_stock_one")
     source = source.replace(
         "if __name__ ==", f"from {PROVIDER} import train_valid_test_datasets_provider\nif __name__ =="
     )
-    if "cu_seqlens = cu_seqlens[0]" not in source:  # 0.16, as docs/megatron.md mends it
+    if "cu_seqlens = cu_seqlens[0]" not in source:  # 0.16, with the change of docs/megatron.md
         flat = "    if cu_seqlens is not None:\n        cu_seqlens = cu_seqlens.squeeze(0)"
         source = source.replace(POPPED, f"{POPPED}\n{flat}")
     exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
 
 
 def run(job: Job) -> Found:
-    """Megatron's ``pretrain()`` with these arguments, from start to end."""
+    """Run Megatron's ``pretrain()`` with these arguments."""
     from megatron.training import training
 
     found = Found()
@@ -356,7 +359,7 @@ def run(job: Job) -> Found:
         patch(training, "training_log", watched_log)
         patch(training, "evaluate", watched_evaluate)
         patch(training, "initialize_megatron", partial(training.initialize_megatron, allow_no_cuda=True))
-        # It warms up kernels with random numbers, as many as a micro-batch has: models would begin otherwise.
+        # It warms up kernels with as many random numbers as a micro-batch has, which would change the initial weights.
         patch(training, "set_jit_fusion_options", lambda **_: None)
         patch(sys, "argv", ["pretrain_gpt.py", *job.argv])
         if is_scheduled(job):

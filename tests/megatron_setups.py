@@ -1,7 +1,7 @@
-"""Set-ups in which Megatron-LM's own ``pretrain()`` trains on our provider, and how far their losses lie apart.
+"""Set-ups in which Megatron-LM's own ``pretrain()`` trains with our provider, and the differences of their losses.
 
-``python tests/megatron_setups.py`` prints the table, for the Megatron that is installed or, where MEGATRON_LM names a
-checkout, for that one with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``; names of set-ups after it run no others.
+``python tests/megatron_setups.py [NAME ...]`` prints the table for these set-ups, by default for all. It uses the
+installed Megatron or, if MEGATRON_LM is set, that checkout with its ``pretrain_gpt.py`` and ``pretrain_hybrid.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 ROOT = Path(__file__).parents[1]
 LENGTH, STEPS, SAVED, KILLED, VOCABULARY = 544, 20, 10, 13, 2048
-# Compiling what Megatron fuses takes longer than the runs.
+# Compiling Megatron's fused functions takes longer than the runs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
 
-# A model made and trained on the CPU; what follows are the arguments of a real run.
+# Arguments for a tiny model on the CPU; all others are arguments of a real run.
 TINY = f"""
 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --max-position-embeddings {LENGTH}
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --use-cpu-initialization
@@ -42,7 +42,7 @@ TINY = f"""
 --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 1
 --eval-iters 0 --eval-interval 1000 --split 1,0,0
 """.split()
-# What makes it a GPTModel of two blocks, or a HybridModel of two: an attention and an MLP layer are one.
+# Arguments for a GPTModel or a HybridModel of two blocks; in the latter an attention and an MLP layer are one block.
 MODELS = {
     "GPT": ("--num-layers", "2"),
     "Hybrid": ("--hybrid-layer-pattern", "*-*-", "--spec", "megatron_attention", "HYBRID"),
@@ -52,33 +52,33 @@ CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
 WEIGHED = ("--data-path", "{}/weighed")
 EVALUATED = ("--split", "90,10,0", "--eval-iters", "2", "--eval-interval", "10")
-# A global batch is the whole shard, so every step has the same sequences, in whichever order they come.
+# A global batch is the whole shard, so every step has the same sequences, in any order.
 SEQUENCES = 32
 SINGLES = ("--data-path", "{}/singles", "--global-batch-size", str(SEQUENCES))
 ROOM = "--max-seqlen-per-dp-cp-rank"
-# Megatron asks for it where there are no experts either.
+# Megatron requires it even without experts.
 DISPATCHER = ("--moe-token-dispatcher-type", "alltoall")
 SCHEDULER = (*SINGLES, *DISPATCHER, "--sequence-packing-scheduler", "dp_balanced", ROOM)
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
 WEB = ("0.3", "pretrain:{}/web")
 MIXED = ("--data-path", "0.5", "{}/chats", "0.2", "{}/others", *WEB, *EVALUATED)
-# Not evaluated: with --sft Megatron takes the mean of the means of micro-batches, so their size makes a difference.
+# Without evaluation: with --sft Megatron averages the means of micro-batches, so their size changes the result.
 MIXED_PADDED = ("--data-path", "0.7", "{}/padded", *WEB)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run of Megatron and the one whose losses it should have.
+    """A run of Megatron, and the run with which its losses are compared.
 
     Attributes:
-        options: beyond ``TINY`` and ``FLAGS``; the folder with the shards takes the place of ``{}``, and the model
-            that of ``{model}``.
-        like: name of the set-up to compare with; None where that is ``tools/pretrain_sft.py``, on the same data.
-        model: of ``MODELS``.
-        ranks: processes.
-        flags: those of ``FLAGS`` that are given.
-        more: fields of ``Job``.
-        round: set-ups of a later round need what those before left.
+        options: arguments in addition to ``TINY`` and ``FLAGS``. ``{}`` is replaced by the folder with the shards,
+            ``{model}`` by the model.
+        like: name of the set-up to compare with; None compares with ``tools/pretrain_sft.py`` on the same data.
+        model: a key of ``MODELS``.
+        ranks: number of processes.
+        flags: flags of ``FLAGS`` to pass.
+        more: further fields of ``Job``.
+        round: set-ups of a later round need the results of earlier rounds.
     """
 
     options: tuple[str, ...] = CHATS
@@ -114,7 +114,7 @@ GPT = {
     "blend, resumed by DP 2": Setup(
         (*BLEND, "--load", "{}/killed {model}"), "blend, split, evaluation", ranks=2, round=2
     ),
-    # From a checkpoint, since Megatron draws the weights of each stage with another seed.
+    # Resumed from a checkpoint, because Megatron initializes each stage with another seed.
     "blend, resumed by PP 2": Setup(
         (*BLEND, "--load", "{}/killed {model}", "--pipeline-model-parallel-size", "2"),
         "blend, split, evaluation",
@@ -140,13 +140,13 @@ GPT = {
     "one sequence a row": Setup(SINGLES, like=None),
     "boundaries ignored": Setup(more={"wrong": "one segment"}),
     "mask one late": Setup(more={"wrong": "mask late"}),
-    # Refused before anything is built: on their own, ranks would wait for each other for ever.
+    # Rejected before anything is built; otherwise ranks would wait for each other endlessly.
     "TP 2, a mask wanted": Setup(
         (*CHATS, "--tensor-model-parallel-size", "2"), ranks=2, flags=("--sft", "--calculate-per-token-loss")
     ),
     "TP 2, no --sft": Setup((*CHATS, "--tensor-model-parallel-size", "2"), ranks=2, flags=FLAGS[1:]),
 }
-# Megatron packs as it trains: into packs of one length or another, and on two processes.
+# Megatron packs during training: with different pack lengths, and on two processes.
 UNPACKED = "one sequence a row"
 SCHEDULED = {
     "scheduler, packs of 544": Setup((*SCHEDULER, "544"), UNPACKED, flags=FLAGS[1:]),
@@ -169,12 +169,12 @@ REFUSED = {"TP 2, a mask wanted": FLAGS[1], "TP 2, no --sft": FLAGS[0]}
 
 
 def of_hybrid(name: str) -> str:
-    """The name of a set-up of GPTModel where HybridModel trains in it."""
+    """Return the name of the HybridModel counterpart of a GPTModel set-up."""
     return f"Hybrid, {name}"
 
 
 def hybrid_setups(setups: dict[str, Setup]) -> dict[str, Setup]:
-    """Every set-up of GPTModel with HybridModel, by its name there, and one from a checkpoint of GPTModel."""
+    """Return the HybridModel counterparts of all GPTModel set-ups, and one that starts from a GPTModel checkpoint."""
     made = {
         of_hybrid(name): replace(setup, model="Hybrid", like=setup.like and of_hybrid(setup.like))
         for name, setup in setups.items()
@@ -188,7 +188,7 @@ def hybrid_setups(setups: dict[str, Setup]) -> dict[str, Setup]:
 
 
 def all_setups() -> dict[str, Setup]:
-    """The set-ups that the Megatron that is run can have: a checkout, or what is installed."""
+    """Return the set-ups that are possible with the Megatron in use (a checkout or the installed one)."""
     checkout = os.environ.get("MEGATRON_LM")
     if checkout is None:
         core = find_spec("megatron.core")
@@ -208,9 +208,9 @@ SETUPS = all_setups()
 
 
 def prepare(folder: Path) -> None:
-    """The demo's chats as shards: packed, with weights, packed differently, padded for CP 2, and one sequence a pack.
+    """Write shards of the demo's chats: with and without weights, two packings, padded for CP 2, one sequence per pack.
 
-    And pretraining data: documents of random tokens.
+    Also write pretraining data: documents of random tokens.
     """
     for name, options in {"chats": (), "others": ("--seed", 7), "padded": ("--sequence-multiple", 4)}.items():
         outcome = preprocess(folder / name, *options, capacity=LENGTH)
@@ -233,13 +233,13 @@ def prepare(folder: Path) -> None:
 
 
 def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
-    """Run the jobs of a program of tests, one after the other in the same processes; what these said."""
+    """Run jobs of a test program one after the other in the same processes. Return the output."""
     plan = folder / f"{program}.{ranks}.json"
     plan.write_text(json.dumps(jobs).replace("{}", str(folder)), encoding="utf-8")
     command = torchrun(ranks, ROOT / "tests" / program, plan, folder)
     paths = [*filter(None, [os.environ.get("MEGATRON_LM")]), str(ROOT), *sys.path]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
-    # Not a pipe: what a killed process leaves behind would hold it open.
+    # Not a pipe, because children of a killed process would keep it open.
     with plan.with_suffix(".log").open("w+", encoding="utf-8") as said:
         subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=560, check=False)
         said.seek(0)
@@ -247,7 +247,7 @@ def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:
 
 
 def script_losses(folder: Path, names: Iterable[str]) -> dict[str, list[float]]:
-    """The losses of ``tools/pretrain_sft.py`` for each of these set-ups that is like it, whichever the model."""
+    """Return the losses of ``tools/pretrain_sft.py`` for each of these set-ups that is compared with it."""
     alike = {name for name in names if SETUPS[name].like is None}
     if not alike:
         return {}
@@ -266,7 +266,7 @@ def script_losses(folder: Path, names: Iterable[str]) -> dict[str, list[float]]:
 
 
 def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
-    """What a set-up left, which is the same on all ranks that know it."""
+    """Return the results of a set-up. They must be equal on all ranks that have them."""
     left = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
     knowing = [each for each in left if each["losses"] or each["error"]]
     assert all(each == knowing[0] for each in knowing), name
@@ -274,17 +274,17 @@ def found_by(folder: Path, name: str, ranks: int) -> dict[str, Any]:
 
 
 def job_of(setup: Setup) -> dict[str, Any]:
-    """The fields of the ``Job`` that a set-up is."""
+    """Return the fields of the ``Job`` for a set-up."""
     options = [option.replace("{model}", setup.model) for option in setup.options]
     argv = [*TINY, *MODELS[setup.model], *setup.flags, *options]
     return {"argv": argv, "hybrid": setup.model == "Hybrid", **setup.more}
 
 
 def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What every set-up left, by name.
+    """Run set-ups and return their results by name.
 
     Raises:
-        AssertionError: one left nothing; the message is what its processes said.
+        AssertionError: a set-up has no result; the message is the output of its processes.
     """
     found = {}
     for turn, ranks, model in product(range(3), (1, 2), MODELS):
@@ -304,21 +304,21 @@ def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference, NaN if a value is; of a run that was resumed, the last values are there alone.
+    """Return the largest relative difference, or NaN if a value is NaN. A resumed run has only the last values.
 
     Raises:
-        AssertionError: nothing was found where something is expected, or more than is expected.
+        AssertionError: values are missing, or there are more than expected.
     """
     assert len(found) <= len(expected), f"{len(found)} values, at most {len(expected)} are expected"
     assert found or not expected, f"no values, {len(expected)} are expected"
     got, wanted = np.array(found), np.array(expected[len(expected) - len(found) :])
-    return float(np.max(np.abs(got - wanted) / np.abs(wanted), initial=0.0))  # NaN goes through; not so by max()
+    return float(np.max(np.abs(got - wanted) / np.abs(wanted), initial=0.0))  # keeps NaN, unlike max()
 
 
 def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> list[str]:
-    """A line a set-up: steps, the largest relative differences, and how segments alone differ; or the error.
+    """Return one line per set-up: steps, largest relative differences, difference of single segments; or the error.
 
-    For HybridModel, the last number is how far its losses are from those of GPTModel in the same set-up.
+    For HybridModel, the last number is the difference between its losses and GPTModel's in the same set-up.
     """
     headings = f"{'steps':>6}{'losses':>9}{'norms':>9}{'evaluated':>11}{'segments alone':>17}{'GPT':>9}"
     lines = [f"{'set-up':38}{'like':34}{headings}"]

@@ -1,4 +1,4 @@
-"""Folders of padded arrays, as others make them."""
+"""Folders of padded arrays (the memmap format), written like other tools write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE = sorted(["manifest.json", *(f"{name}.npy" for name in ARRAYS)])
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """The five arrays, as numpy reads them."""
+    """Return the five arrays, as numpy reads them."""
     return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
 
 
@@ -34,14 +34,17 @@ def expected_arrays(packs: Sequence[Sample], width: int, dtype: Any = np.int32) 
 
 
 def make_folder(folder: Path, packs: Sequence[Sample], width: int, **changes: Any) -> Path:
-    """A folder as others make it: open_memmap, then a plain manifest. ``changes`` replace arrays or manifest keys."""
+    """Make a folder like other tools: open_memmap, then a plain manifest.
+
+    ``changes`` replace arrays or manifest keys.
+    """
     folder.mkdir(exist_ok=True)
     for name, array in expected_arrays(packs, width).items():
         values = np.asarray(changes.pop(name, array))
         if values.size:
             out = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", values.dtype, values.shape)
             out[:] = values
-        else:  # which open_memmap cannot make
+        else:  # open_memmap cannot create an empty array
             np.save(folder / f"{name}.npy", values)
     manifest = {"version": "1.0", "format": "memmap_padded_v1", "num_bins": len(packs), "pack_size": width}
     manifest |= {"dtype": "<i4", "loss_mask_dtype": "<u1", "index_dtype": "<u4", "bins_written": len(packs)}

@@ -1,4 +1,4 @@
-"""Shards to merge in tests, and headers changed by hand."""
+"""Shards to merge in tests, and changes of their headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sft_idx.packs.merge import MergeReport, merge
 
 
 def write_parts(folder: Path, packs: Sequence[Sample], cuts: Sequence[int], **options: Any) -> list[str]:
-    """Shards ``s0``, ``s1``, ... of the packs between the cuts."""
+    """Write shards ``s0``, ``s1``, ... with the packs between the cuts."""
     bounds = [0, *sorted(cuts), len(packs)]
     prefixes = [str(folder / f"s{i}") for i in range(len(bounds) - 1)]
     for i, prefix in enumerate(prefixes):
@@ -27,7 +27,7 @@ def merged(sources: Sequence[str], prefix: Path | str, **options: Any) -> MergeR
 
 
 def rewrite_header(prefix: str, **changes: Any) -> None:
-    """Replace fields of the header; its own checksum is right again."""
+    """Replace fields of the header, and correct its checksum."""
     path = Path(prefix + ".seq.idx")
     raw = path.read_bytes()
     header = Header.decode(raw, str(path))

@@ -1,4 +1,4 @@
-"""Plain folders behind ``msc://``, for tests that need no server: multi-storage-client's own file provider."""
+"""Serve folders as ``msc://`` with multi-storage-client's own file provider, for tests without a server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _NUMBERS = itertools.count()
 
 
 def serve_folder(folder: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """``msc://profile`` of a folder, by a configuration written to ``config``; processes started later know it too."""
+    """Return ``msc://profile`` for a folder.
+
+    The configuration in ``config`` also applies to processes started later.
+    """
     pytest.importorskip("multistorageclient", reason="pip install 'megatron-sft-idx[cloud]'")
-    profile = f"folder-{next(_NUMBERS)}"  # the library keeps its clients by name
+    profile = f"folder-{next(_NUMBERS)}"  # the library caches its clients by name
     provider = {"type": "file", "options": {"base_path": str(folder)}}
     config.write_text(json.dumps({"profiles": {profile: {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(config))

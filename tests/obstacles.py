@@ -1,6 +1,6 @@
-"""Hostile things in the way of commands, as cells of a table, and what a run may have changed.
+"""Obstacles in the way of commands, as cells of a table, and checks of what a run may change.
 
-``python tests/obstacles.py FOLDER [VERB...]`` runs the whole table in a new folder and shows what is wrong.
+``python tests/obstacles.py FOLDER [COMMAND...]`` runs the whole table in a new folder and shows all problems.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hostile import CONTAINERS, OTHERS, RECIPES, Calm, Entry, Recipe, World, wha
 
 from megatron_sft_idx.layout import ShardPaths
 
-# Names that programs of this package have used, and that a calm run does not show.
+# Names that programs of this package have used, but that do not appear in a calm run.
 KNOWN = (
     *("{}.journal", "{}.failed", "{}.unpacked.bin", "{}.bin.tmp", "{}.bin.copy", "{}.idx.damaged"),
     *(
@@ -67,7 +67,7 @@ def _device(path: str) -> None:
 
 OBSTACLES: dict[str, Callable[[str], object]] = {
     "file": _file,
-    "short file": lambda path: Path(path).write_text("x"),  # which has no line's end
+    "short file": lambda path: Path(path).write_text("x"),  # without a line end
     "folder": _folder,
     "link to a file": lambda path: os.symlink(os.path.abspath("notes.txt"), path),
     "link to a folder": lambda path: os.symlink(os.path.abspath("project"), path),
@@ -78,11 +78,11 @@ OBSTACLES: dict[str, Callable[[str], object]] = {
     "socket": _socket,
     **({"device": _device} if os.geteuid() == 0 else {}),
 }
-# May be taken, or left alone.
+# May be overwritten or left alone.
 EMPTY: dict[str, Callable[[str], object]] = {"empty file": lambda path: Path(path).touch(), "empty folder": os.mkdir}
 LONG = "n" * 250
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
-# What is no name of a file; a prefix needs a name too.
+# Paths without a file name; a prefix needs one too.
 FOLDERS = ("", ".", "..", "sub/..")
 SPELLINGS = (
     *FOLDERS,
@@ -104,10 +104,10 @@ class Cell:
     """One command in one situation.
 
     Attributes:
-        slot: the marked place that is changed.
-        value: what it is set to; None where it stays.
-        way: kind of what is in the way.
-        name: where that is.
+        slot: the marked place to change.
+        value: its new value; None to keep it.
+        way: kind of obstacle.
+        name: path of the obstacle.
     """
 
     recipe: Recipe
@@ -134,9 +134,9 @@ def _shown(word: str) -> str:
 
 
 def in_the_way(recipe: Recipe, calm: Calm, *, all_of_them: bool) -> Iterator[Cell]:
-    """Obstacles at the destinations, and at each of the names that the command touches or others have used.
+    """Yield obstacles at the destinations, and at all names that the command touches or other commands have used.
 
-    Not ``all_of_them``: half of the ways at each name, and each with one set of flags, in turn.
+    Without ``all_of_them``: half of the obstacles at each name, each with one set of flags in turn.
     """
     flag_sets, ways = recipe.flag_sets(), list(OBSTACLES | EMPTY)
     names = dict(calm.touched)
@@ -152,18 +152,18 @@ def in_the_way(recipe: Recipe, calm: Calm, *, all_of_them: bool) -> Iterator[Cel
 
 
 def spelled(recipe: Recipe, *, all_of_them: bool) -> Iterator[Cell]:
-    """Destinations that are no plain names."""
+    """Yield destinations that are not plain names."""
     flag_sets = recipe.flag_sets()
     for slot in recipe.writes:
         for i, value in enumerate(SPELLINGS):
             if recipe.verb == "rebuild" and value in (*FOLDERS, "*"):
-                continue  # it takes folders and globs, which name the shard in the world
+                continue  # it takes folders and globs, which match the shard in the world
             for flags in flag_sets if all_of_them else [flag_sets[i % len(flag_sets)]]:
                 yield Cell(recipe, flags, slot, value)
 
 
 def the_input_itself(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
-    """Destinations that are, or touch, what the command reads or writes elsewhere."""
+    """Yield destinations that are, or overlap with, other inputs or outputs of the command."""
     inside = {"tok": ("tok/tokenizer.json",), "incoming": ("incoming/0.jsonl", "incoming/x", "incoming/_END")}
     for flags in recipe.flag_sets():
         for slot in recipe.writes:
@@ -174,7 +174,7 @@ def the_input_itself(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
             others = {name.format(of.rstrip("/")) for name, of in calm.touched.items() if of and of != slot}
             for value in [*values, *sorted(others | set(recipe.writes) - {slot})]:
                 yield Cell(recipe, flags, slot, value)
-        # The input lies where the command would write, or another name of it does.
+        # The input, or a link to it, is at a path that the command would write to.
         for pattern, slot in calm.touched.items():
             name = pattern.format(slot.rstrip("/"))
             for read in recipe.reads:
@@ -184,7 +184,7 @@ def the_input_itself(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
 
 
 def again(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
-    """The destination holds what the same command made of other input."""
+    """Yield cells in which the destination has the command's result for other input."""
     for flags in recipe.flag_sets():
         yield Cell(recipe, flags, "", None, OLD)
 
@@ -193,7 +193,7 @@ OLD = "an older result"
 
 
 def prepare(world: World, cell: Cell) -> None:
-    """Put into the working folder what the cell says is in the way."""
+    """Put the obstacle of a cell into the working folder."""
     if not cell.way:
         return
     if cell.way == OLD:
@@ -205,7 +205,7 @@ def prepare(world: World, cell: Cell) -> None:
         os.rename(cell.way.removesuffix(" itself"), cell.name)
     elif cell.way.startswith("another name of "):
         os.link(cell.way.removeprefix("another name of "), cell.name)
-    elif not os.path.lexists(cell.name):  # what a world holds, such as the other files of a lost .idx, stays
+    elif not os.path.lexists(cell.name):  # existing files of the world stay, such as the other files of a lost .idx
         (OBSTACLES | EMPTY)[cell.way](cell.name)
 
 
@@ -218,14 +218,14 @@ def _ring(*_: Any) -> None:
 
 
 def attempt(argv: list[str]) -> Outcome:
-    """Run a command; one that hangs or raises has a code that no cell may have."""
+    """Run a command. If it hangs or raises, it gets an exit code that no cell accepts."""
     before = signal.signal(signal.SIGALRM, _ring)
     signal.alarm(PATIENCE)
     try:
         return command(*argv)
     except _Hangs:
         return Outcome(-1, "", "it hangs")
-    except Exception as error:  # a traceback, to whoever ran the command
+    except Exception as error:  # the user would see a traceback
         return Outcome(-2, "", f"Traceback: {type(error).__name__}: {error}")
     finally:
         signal.alarm(0)
@@ -233,7 +233,7 @@ def attempt(argv: list[str]) -> Outcome:
 
 
 def run_cell(world: World, cell: Cell) -> list[str]:
-    """Run one cell; what is wrong with how it went."""
+    """Run one cell and return all problems."""
     here = world.fresh()
     with within(here):
         prepare(world, cell)
@@ -245,24 +245,24 @@ def run_cell(world: World, cell: Cell) -> list[str]:
 def judge(
     world: World, cell: Cell, outcome: Outcome, before: dict[str, Entry], after: dict[str, Entry]
 ) -> Iterator[str]:
-    """Refused with a sentence, or done; and nothing else has changed."""
+    """Yield problems: the command must be rejected with a sentence or succeed, and must change nothing else."""
     yield from judge_words(cell, outcome)
     done, expected = outcome.code == 0, results(world, cell)
     may_go = _replaceable(world, cell) if done else set()
     kept = f"here/{cell.name}.damaged"
     if cell.recipe.verb == "rebuild" and what(after.get(kept, (0, 0, 0))) == what(before.get(kept[:-8], (1, 1, 1))):
-        may_go, expected = {kept[:-8]}, {**expected, kept: None}  # what rebuild replaces stays beside
+        may_go, expected = {kept[:-8]}, {**expected, kept: None}  # rebuild keeps the replaced file next to the new one
     yield from judge_bystanders(before, after, may_go=may_go)
     new = sorted(after.keys() - before.keys())
     if not done:
         if cell.recipe.verb == "produce":
-            # A catalog is made shard by shard: where one is refused, those before it stay, and the command goes on.
+            # A catalog is made shard by shard. If one is rejected, earlier shards stay, and the command can continue.
             catalog = {f"here/{cell.value if cell.slot == 'live' else 'live'}/"}
             new = [
                 name for name in new if not name.startswith(tuple(catalog)) or not cell.name.startswith("live/shard")
             ]
         if cell.recipe.verb == "rebuild" and cell.name.endswith(".col"):
-            new = [name for name in new if name not in expected]  # the five files are made whole, the column is not
+            new = [name for name in new if name not in expected]  # the five files are written, the column is not
         if new:
             yield f"left {new}, refusing with: {outcome.err.strip()[-200:]}"
         if cell.way == OLD and "--overwrite" in cell.flags:
@@ -284,7 +284,7 @@ def judge(
 
 
 def _replaceable(world: World, cell: Cell) -> set[str]:
-    """Names under the root of what a run that is done may have taken the place of."""
+    """Return the names under the root that a successful run may have replaced."""
     if cell.way in EMPTY:
         return {f"here/{path}" for path in (cell.name, *map(str, Path(cell.name).parents))}
     if cell.way == OLD and "--overwrite" in cell.flags:
@@ -323,20 +323,20 @@ def judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
     if cell.value is None:
         places.add(cell.slot.rstrip("/"))
     else:
-        # The empty name and its kin are known by how they stand there, or by the option they came with.
+        # Empty and similar names appear in messages in quotes, or by the option that was given.
         name = os.path.basename(os.path.normpath(cell.value)) if cell.value.strip("/.") else ""
         places |= {cell.value, name, f"error: {cell.value}: ", f"{cell.value!r}: ", *_OPTIONS}
         places |= {
             f"{ShardPaths.of(name).prefix}." for suffix in SUFFIXES if name.endswith(suffix) and name not in SUFFIXES
         }
-    # A name may be shortened, and what is no letter is shown in other ways.
+    # A name may be shortened, and special characters are shown in other forms.
     shown = {re.split(r"[^ -~]", place)[0][:9] if "error" not in place else place for place in places}
     if not any(part in said for part in shown - {"", ".", ".."}):
         yield f"names no path: {said.strip()[-300:]}"
 
 
 def results(world: World, cell: Cell) -> dict[str, Any]:
-    """What a run that is done has made, by name under the root."""
+    """Return the results of a successful run, by name under the root."""
     found = {}
     for pattern, (slot, content) in world.calm(cell.recipe).made.items():
         value = cell.value if cell.value is not None and slot == cell.slot else slot
@@ -351,9 +351,9 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
             and value not in FOLDERS
             and not os.path.lexists(world.here / pattern.format(value))
         ):
-            value = ShardPaths.of(value).prefix  # X.bin names the shard X
+            value = ShardPaths.of(value).prefix  # X.bin refers to the shard X
         if cell.way == "link to a folder" and cell.name == value and slot in CONTAINERS:
-            value = "project"  # files go into the folder, and links above a destination are followed
+            value = "project"  # files are put into the folder, and links in the path to a destination are followed
             if pattern == "{}":
                 continue
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
@@ -366,7 +366,7 @@ def _is_folder(world: World, value: str) -> bool:
 
 
 def run_cells(world: World, cells: Iterable[Cell]) -> tuple[int, list[str]]:
-    """How many there were, and what is wrong with them."""
+    """Run cells. Return their number and all problems."""
     count, complaints = 0, []
     for cell in cells:
         count += 1
@@ -375,7 +375,7 @@ def run_cells(world: World, cells: Iterable[Cell]) -> tuple[int, list[str]]:
 
 
 def table(world: World, recipe: Recipe, *, all_of_them: bool) -> Iterator[Cell]:
-    """All cells of a recipe, each once."""
+    """Yield all cells of a recipe, each once."""
     calm = world.calm(recipe)
     if not calm.made:
         return
@@ -389,7 +389,7 @@ def table(world: World, recipe: Recipe, *, all_of_them: bool) -> Iterator[Cell]:
 
 
 def main(folder: str, *chosen: str) -> None:
-    """Run the whole table and show it: ``python tests/hostile.py FOLDER [VERB...]``."""
+    """Run the whole table and show all problems."""
     world = World(Path(folder))
     total = wrong = 0
     for recipe in map(Recipe, RECIPES):

@@ -1,4 +1,4 @@
-"""What ``PackStage`` does, in slow plain Python: the rules one after the other, lists for buffers."""
+"""``PackStage`` in slow, plain Python: one rule after the other, with lists as buffers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class BrokenRuleError(Exception):
-    """Carries the number of the rule."""
+    """Raised with the number of the broken rule."""
 
 
 class Twin:
-    """Takes packs one by one; all values as Python numbers."""
+    """Takes packs one by one. All values are Python numbers."""
 
     def __init__(self, largest_id: int, weights: bool, capacity: int, multiple: int) -> None:
         self.largest_id, self.weights, self.capacity, self.multiple = largest_id, weights, capacity, multiple

@@ -1,4 +1,4 @@
-"""Pages of the inspector for tests: a hostile shard, and what a page's markup holds."""
+"""Pages of the inspector for tests: a hostile shard, and a parser of a page's markup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_hostile(ids: Any) -> str:
 
 
 def write_hostile(prefix: Path) -> None:
-    """A shard whose ids ``decode_hostile`` reads, with metadata that would like to be markup too."""
+    """Write a shard with ids for ``decode_hostile``, and with metadata that looks like markup."""
     packs = [sample_of([6, 1, 5], lambda p: int(p % 3 > 0), lambda p, i=i: p + i) for i in range(9)]
     bad = HOSTILE[0]
     metadata = {
@@ -37,7 +37,7 @@ def write_hostile(prefix: Path) -> None:
 
 @dataclass
 class Markup(HTMLParser):
-    """What a page is made of."""
+    """The elements, attributes and texts of a page."""
 
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     text: dict[str, str] = field(default_factory=dict)
@@ -71,6 +71,6 @@ def markup_of(page: bytes) -> Markup:
 
 
 def colours(css: str) -> list[dict[str, str]]:
-    """The custom properties of each ``:root`` block, in order: light, dark, print."""
+    """Return the custom properties of each ``:root`` block, in order: light, dark, print."""
     blocks = re.findall(r":root \{([^}]*)\}", css)
     return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})", block)) for block in blocks]

@@ -1,4 +1,4 @@
-"""Tables of packs, as pyarrow writes them for others."""
+"""Tables of packs, written with pyarrow like other tools do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sample_packs import Sample
 def table_of(
     packs: Sequence[Sample], ids: Any = None, mask: Any = None, starts: Any = None, masks: Any = None
 ) -> pa.Table:
-    """The three columns, of Bridge's types unless told otherwise."""
+    """Return a table of the three columns, by default with Bridge's types."""
     return pa.table(
         {
             "input_ids": pa.array([p.tokens for p in packs], ids or pa.list_(pa.int64())),
@@ -25,7 +25,7 @@ def table_of(
 
 
 def write_groups(path: Path, table: pa.Table, sizes: Sequence[int], **options: Any) -> Path:
-    """Row groups of these sizes, 0 among them."""
+    """Write a table in row groups of these sizes, which may be 0."""
     with pq.ParquetWriter(path, table.schema, **options) as writer:
         first = 0
         for size in sizes:

@@ -1,4 +1,4 @@
-"""``.pbin`` files of every generation, laid out here by hand without the package's own writer; and how they read."""
+"""``.pbin`` files of every generation, written without the package's own writer, and a function to read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_sft_idx.formats.pbin import Reader
 
 
 class Layout(NamedTuple):
-    """What differs between the generations."""
+    """The differences between the generations."""
 
     byte_order: Literal["big", "little"]
     has_token_size: bool
@@ -29,7 +29,7 @@ LAYOUTS = {
 def pbin_of(
     documents: Sequence[Sequence[int]], *, generation: int = 4, token_nbytes: int = 2, protocol: int | None = None
 ) -> bytes:
-    """The file; generation 1 has tokens of 4 bytes whatever is asked."""
+    """Return the file. Generation 1 always has tokens of 4 bytes."""
     layout = LAYOUTS[generation]
     token_nbytes = token_nbytes if layout.has_token_size else 4
     data, index = b"", []
@@ -41,14 +41,14 @@ def pbin_of(
 
 
 def header_of(data_nbytes: int, *, generation: int = 4, token_nbytes: int = 2) -> bytes:
-    """The first 8 or 12 bytes."""
+    """Return the header, 8 or 12 bytes."""
     layout = LAYOUTS[generation]
     header = data_nbytes.to_bytes(8, layout.byte_order)
     return header + token_nbytes.to_bytes(4, layout.byte_order) if layout.has_token_size else header
 
 
 def merged(files: Sequence[bytes], *, generation: int = 4, token_nbytes: int = 2) -> bytes:
-    """Files joined as Modalities' merge tool does, its mistake included: 12 bytes a file are lost in the index."""
+    """Join files like Modalities' merge tool, including its error: the index loses 12 bytes per file."""
     header_nbytes = len(header_of(0, generation=generation))
     data, index, shift = b"", [], 0
     for file in files:
@@ -65,7 +65,7 @@ def flat(lists: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def documents_of(path: str, **options: Any) -> list[list[int]]:
-    """By number and in runs, which must agree; masks and boundaries are checked on the way."""
+    """Read documents by number and in runs, check that they agree, and check masks and boundaries."""
     reader = Reader(path, mask_rule="all", **options)
     documents = []
     for number in range(len(reader)):

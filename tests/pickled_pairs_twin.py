@@ -1,4 +1,4 @@
-"""The parser of pickled lists of integer pairs the slow way, by Python's own list of opcodes."""
+"""The parser of pickled lists of integer pairs in slow, plain Python, with Python's own list of opcodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ NUMBERS = {"INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"}
 
 
 def twin(data: bytes) -> list[tuple[int, int]]:
-    """The list, or an error: pickle's stack machine with the few opcodes that such a list needs."""
+    """Return the list, or raise an error.
+
+    This is pickle's stack machine with only the opcodes that such a list needs.
+    """
     stack: list[Any] = []
 
     def since_mark() -> list[Any]:

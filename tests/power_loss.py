@@ -1,4 +1,4 @@
-"""A disk that loses its power: what is left of a folder if only that survives which was synced."""
+"""Simulate a power loss: only synced data survive in a folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 
 @dataclass
 class Disk:
-    """What is durable in a folder, followed through the calls that sync files and folders.
+    """The durable content of a folder, updated by the calls that sync files and folders.
 
-    A file has the bytes that it had when it was synced, a folder the names that it had when it was synced. So a rename
-    that was not synced leaves the file under its old name, and one of whose two folders one was synced leaves both.
+    After a power loss, a file has the bytes of its last sync, and a folder the names of its last sync. So after a
+    rename without a sync, the file has its old name. If only one of the two folders was synced, the file can have both
+    names.
 
     Attributes:
-        root: the folder.
+        root: path of the folder.
         files: durable bytes of each file, by inode.
         folders: durable names in each folder, and the inodes of what they name.
-        images: after each sync, what was durable then.
+        images: the durable content after each sync.
     """
 
     root: Path
@@ -32,7 +33,7 @@ class Disk:
     images: list[tuple[dict[int, bytes], dict[str, dict[str, int]], dict[int, str]]] = field(default_factory=list)
 
     def sync(self, path: str) -> None:
-        """A file or folder was synced."""
+        """Record the sync of a file or folder."""
         status = os.stat(path)
         if stat.S_ISREG(status.st_mode):
             self.files[status.st_ino] = Path(path).read_bytes()
@@ -43,7 +44,7 @@ class Disk:
         self.images.append((dict(self.files), dict(self.folders), dict(self.inodes)))
 
     def sync_all(self) -> None:
-        """Everything that is in the folder now is durable."""
+        """Record that everything in the folder is durable."""
         for folder, _, names in os.walk(self.root):
             for name in names:
                 self.sync(os.path.join(folder, name))
@@ -53,7 +54,7 @@ class Disk:
 
 @contextlib.contextmanager
 def watched(root: Path) -> Iterator[Disk]:
-    """Follow what is synced in a folder, where all that is there already is durable."""
+    """Record syncs in a folder. Its present content counts as durable."""
     disk = Disk(root)
     disk.sync_all()
     fsync = os.fsync
@@ -72,7 +73,7 @@ def watched(root: Path) -> Iterator[Disk]:
 
 
 def images(disk: Disk, target: Callable[[int], Path], old: dict[int, Path]) -> Iterator[Path]:
-    """Make a folder of what was durable after each sync. ``old`` are files that keep their inodes, as on one disk."""
+    """Write the durable content after each sync to a folder. Files in ``old`` keep their inodes, as on a real disk."""
     for number, (files, folders, inodes) in enumerate(disk.images):
         folder, made = target(number), dict[int, Path]()
 

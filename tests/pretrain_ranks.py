@@ -1,4 +1,4 @@
-"""One rank under torchrun: the runs of ``pretrain_runs``, whose imports the processes that it spawns are spared."""
+"""One rank under torchrun, for the runs of ``pretrain_runs``. Processes that it spawns do not repeat the imports."""
 
 import sys
 

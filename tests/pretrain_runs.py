@@ -1,8 +1,7 @@
-"""Runs of tools/pretrain_sft.py whose batches are kept; as a program, under torchrun, the runs of a JSON file.
+"""Run tools/pretrain_sft.py and keep its batches. As a program under torchrun, execute the runs of a JSON file.
 
-A run is ``options`` for the script and, in place of the data that they name, may have ``rows``: another source of the
-same packs, read in the order that the data of ``--data-path`` has: ``legacy`` with its file, or ``planned`` with the
-prefix of the unpacked shard.
+A run has ``options`` for the script. It may also have ``rows``, another source of the same packs, which are read in the
+order of ``--data-path``: ``legacy`` with its file, or ``planned`` with the prefix of the unpacked shard.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ Rows = list[dict[str, np.ndarray]]
 
 
 class Curve(NamedTuple):
-    """What a run left: the loss of every step, and every row that this process trained on."""
+    """The result of a run: the loss of every step, and every row that this process trained on."""
 
     losses: list[float]
     rows: Rows
 
 
 class KilledError(Exception):
-    """Ends a run where a kill would."""
+    """Raised to end a run as a kill would."""
 
 
 def run(
     script: Any, options: list[str], rows: list[str] | None = None, kill_at: int | None = None, diary: str | None = None
 ) -> Curve:
-    """Train as the options say.
+    """Train with these options.
 
     Args:
         script: tools/pretrain_sft.py.
-        options: for it.
+        options: options of the script.
         rows: another source of the same packs.
-        kill_at: die at this micro-batch.
-        diary: a file to which the tokens of each micro-batch, up to the last trained one, are appended as they come,
-            a line of JSON each; the number of the rank is added to its name.
+        kill_at: number of the micro-batch at which the run dies.
+        diary: a file to which the tokens of each micro-batch up to the last trained one are appended, one line of JSON
+            each. The number of the rank is appended to its name.
     """
     args = script.parse_arguments(options)
     seen: Rows = []

@@ -1,4 +1,4 @@
-"""Runs of ``produce``, here and as processes of their own, and what must be true of the catalogs they leave."""
+"""Run ``produce``, in this process and in separate ones, and check the catalogs that it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_sft_idx.live import Ack, Catalog, Deal, ProducerState, ack_folder,
 from megatron_sft_idx.shard.shard_set import find_prefixes
 
 SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--earlier-reasoning", "drop")
-# Generous: what is waited for comes in a second, and on a busy machine in ten.
+# A generous limit: waits take a second, or ten on a busy machine.
 PATIENCE = 300.0
 
 
@@ -36,7 +36,7 @@ def produced(catalog: Path, *more: object) -> Outcome:
 
 
 def piped(stream: Path, catalog: Path, *more: object) -> Outcome:
-    """Run ``produce --input -`` in this process, whose standard input is then this file."""
+    """Run ``produce --input -`` in this process, with this file as standard input."""
     before = os.dup(0)
     with open(stream, "rb") as file:
         os.dup2(file.fileno(), 0)
@@ -48,7 +48,7 @@ def piped(stream: Path, catalog: Path, *more: object) -> Outcome:
 
 
 def producing(catalog: Path, *more: object, **options: Any) -> subprocess.Popen[str]:
-    """Start ``produce`` as a process of its own."""
+    """Start ``produce`` as a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *arguments(catalog, *more)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -60,14 +60,14 @@ def producing(catalog: Path, *more: object, **options: Any) -> subprocess.Popen[
 
 
 def ended(run: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """What a process said, once it has ended as it should."""
+    """Wait for a process, check its exit code, and return its output."""
     out, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == code, err
     return out, err
 
 
 def until(happened: Callable[[], object], run: subprocess.Popen[str] | None = None) -> None:
-    """Wait for something that comes in a moment; fail loudly where it does not, or where ``run`` ends before."""
+    """Wait until ``happened`` returns a true value. Fail if that takes too long, or if ``run`` ends before."""
     give_up = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < give_up, "it never happened"
@@ -76,12 +76,12 @@ def until(happened: Callable[[], object], run: subprocess.Popen[str] | None = No
 
 
 def shards_of(folder: Path) -> dict[str, dict[str, bytes]]:
-    """The bytes of every shard, by name."""
+    """Return the bytes of every shard, by name."""
     return {shard_name(number): files_of(folder / shard_name(number)) for number in Catalog(folder).numbers()}
 
 
 def tokens_of(folder: Path) -> Counter[tuple[int, ...]]:
-    """The sequences of all shards, however often each is there."""
+    """Return the sequences of all shards, with the number of occurrences of each."""
     prefixes = (folder / shard_name(number) for number in Catalog(folder).numbers())
     return Counter(tuple(ids.tolist()) for prefix in prefixes for ids, _ in sequences_of(prefix))
 
@@ -93,25 +93,25 @@ def state_of(folder: Path) -> ProducerState:
 
 
 def assert_clean(folder: Path, shards: int) -> None:
-    """The catalog holds so many shards, its documents, and nothing else."""
+    """Check that the catalog has this number of shards, its documents, and nothing else."""
     names = [f"{shard_name(number)}{suffix}" for number in range(shards) for suffix in SUFFIXES]
     assert sorted(os.listdir(folder)) == sorted([*names, "_END.json", "_inputs.jsonl", "_producer.json"])
     assert Catalog(folder).end() == shards
 
 
 def acknowledge(folder: Path, shards: int, consumer: str = "one") -> None:
-    """A consumer of one rank has completed the first ``shards`` shards."""
+    """Acknowledge the first ``shards`` shards, as a consumer of one rank."""
     ack = Ack(consumer, 0, Deal(1), rank=0, items_done=shards, packs_done=shards)
     write_ack(ack_folder(Catalog(folder)), ack)
 
 
 class Production:
-    """One input, and the shards that an uninterrupted run makes of it.
+    """One input, and the shards from an uninterrupted run.
 
     Attributes:
-        shards: from one file.
-        grown: from a growing folder, where pieces end with its files.
-        seconds: what a run takes.
+        shards: the shards if the input is one file.
+        grown: the shards if the input is a growing folder, where pieces end with its files.
+        seconds: duration of a run.
     """
 
     def __init__(self, folder: Path, rows: int = 48) -> None:
@@ -119,7 +119,7 @@ class Production:
         self.rows = write_rows(folder / "rows.jsonl", some_rows(rows))
         self.watched = folder / "watched"
         self.watched.mkdir()
-        # The same rows in files of a growing folder.
+        # The same rows as files of a growing folder.
         lines = self.rows.read_text().splitlines(keepends=True)
         for number, first in enumerate(range(0, len(lines), 7)):
             (self.watched / f"{number}.jsonl").write_text("".join(lines[first : first + 7]))
@@ -138,14 +138,14 @@ class Production:
         return produced(catalog, source, given, "--on-bad-row", "skip", *more)
 
     def check_what_is_left(self, catalog: Path) -> None:
-        """Every shard that is there is whole and one of those that there are to be, and none is passed over."""
+        """Check that every existing shard is complete and expected, and that none is skipped."""
         numbers = Catalog(catalog).numbers()
         assert numbers == list(range(len(numbers)))
         for number in numbers:
             assert opens(Catalog(catalog).shard_prefix(number))
         found = shards_of(catalog)
         assert any(found.items() <= whole.items() for whole in (self.shards, self.grown))
-        if numbers:  # the lock that a kill leaves is no shard
+        if numbers:  # the lock left by a kill is not a shard
             assert f"{catalog}/_producer" not in find_prefixes(catalog, incomplete=True)
 
     def assert_ends_the_same(self, catalog: Path, source: str = "--input", *more: object) -> None:

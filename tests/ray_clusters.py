@@ -1,4 +1,4 @@
-"""Real Ray clusters of several nodes on this machine, and what kills parts of them while a run is at work."""
+"""Real Ray clusters of several nodes on this machine, and functions that kill parts of them during a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Nodes", "cluster_of", "killing", "require_ray"]
 
 
 def require_ray() -> None:
-    """Skip a module where Ray is not installed. Before Ray is imported it must know that tokens are asked for."""
+    """Skip a module if Ray is not installed. Token authentication must be configured before Ray is imported."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,12 +26,12 @@ def require_ray() -> None:
 
 
 class Nodes:
-    """A cluster: a head without processors, which the driver connects to, and nodes of one processor each."""
+    """A cluster: a head without CPUs, to which the driver connects, and nodes with one CPU each."""
 
     def __init__(self, count: int) -> None:
         from ray.cluster_utils import Cluster
 
-        # Addresses of their own that only this machine reaches.
+        # Separate addresses that only this machine can reach.
         options = {"include_dashboard": False, "object_store_memory": 100 << 20}
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.2", **options}
@@ -49,16 +49,16 @@ class Nodes:
         return self._cluster.add_node(num_cpus=1, node_ip_address=f"127.0.0.{self._added + 2}", **self._options)
 
     def kill_node(self) -> None:
-        """All processes of a node at once, without a word."""
+        """Kill all processes of a node at once."""
         self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
 
     def mend(self) -> None:
-        """Add nodes in the place of killed ones."""
+        """Add nodes to replace killed ones."""
         while len(self.nodes) < self._count:
             self.nodes.append(self._add())
 
     def kill_worker(self) -> bool:
-        """A process at work on a task; whether there was one."""
+        """Kill a process that is running a task. Return whether there was one."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and self._is_ours(entry):
                 os.kill(int(entry.name), signal.SIGKILL)
@@ -85,7 +85,7 @@ class Nodes:
 
 @contextmanager
 def cluster_of(count: int) -> Iterator[Nodes]:
-    before = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own
+    before = signal.getsignal(signal.SIGTERM)  # Ray sets its own handler
     nodes = Nodes(count)
     try:
         yield nodes
@@ -96,7 +96,10 @@ def cluster_of(count: int) -> Iterator[Nodes]:
 
 @contextmanager
 def killing(when: Callable[[], bool], kill: Callable[[], Any]) -> Iterator[list[Any]]:
-    """While this lasts, wait in another thread until ``when()``, then ``kill()``; gives what that returned."""
+    """Within this context, wait in another thread until ``when()`` is true, then ``kill()``.
+
+    Yield a list with its result.
+    """
     killed: list[Any] = []
     over = threading.Event()
 

@@ -15,7 +15,7 @@ METADATA = {"tokenizer": "demo", "text": "ünïcode"}
 
 
 def small(prefix: Path, packs: list[Sample] | None = None, **options: Any) -> dict[str, bytes]:
-    """A shard with something in every field of its header; its files."""
+    """Write a shard with a value in every field of its header. Return its files."""
     defaults = {"capacity": 64, "sequence_multiple": 2, "pad_id": 7, "metadata": METADATA}
     write_samples(prefix, demo_samples() if packs is None else packs, **{**defaults, **options})
     return five_files(prefix)

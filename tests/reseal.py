@@ -1,4 +1,4 @@
-"""Damage with the checksums made right again, so that one rule is broken and no other."""
+"""Damage shards and correct the checksums, so that only one rule is broken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Files = dict[str, bytes]
 
 
 def put(folder: Path, files: Files, name: str = "x") -> str:
-    """Write a shard's files, by suffix; returns the prefix."""
+    """Write a shard's files, given by suffix, and return the prefix."""
     prefix = str(folder / name)
     for suffix, data in files.items():
         Path(prefix + suffix).write_bytes(data)
@@ -26,13 +26,13 @@ def put(folder: Path, files: Files, name: str = "x") -> str:
 
 
 def field(raw: bytes, name: str) -> Any:
-    """One field of a header."""
+    """Return one field of a header."""
     place = _PLACES[name]
     return struct.unpack_from("<" + place.format, raw, place.offset)[0]
 
 
 def set_fields(raw: bytes, **fields: Any) -> bytes:
-    """A ``.seq.idx`` with these fields, and its header's checksum right again."""
+    """Return a ``.seq.idx`` with these fields and a corrected header checksum."""
     size, out = field(raw, "header_nbytes"), bytearray(raw)
     for name, value in fields.items():
         struct.pack_into("<" + _PLACES[name].format, out, _PLACES[name].offset, value)
@@ -41,7 +41,7 @@ def set_fields(raw: bytes, **fields: Any) -> bytes:
 
 
 def set_item(data: bytes, dtype: str, index: int, value: Any, offset: int = 0) -> bytes:
-    """Bytes with one item of an array, which begins at ``offset``, replaced."""
+    """Replace one item of an array that begins at ``offset``, and return the bytes."""
     item, out = np.array([value], dtype).tobytes(), bytearray(data)
     at = offset + len(item) * index
     assert len(out[at : at + len(item)]) == len(item)
@@ -50,13 +50,13 @@ def set_item(data: bytes, dtype: str, index: int, value: Any, offset: int = 0) -
 
 
 def arrays_of(raw: bytes) -> tuple[int, int]:
-    """Where ``sequence_offsets`` and ``token_offsets`` begin, in bytes."""
+    """Return the byte offsets of ``sequence_offsets`` and ``token_offsets``."""
     first = field(raw, "header_nbytes")
     return first, align(first + 8 * (field(raw, "num_packs") + 1))
 
 
 def reseal(files: Files, **fields: Any) -> Files:
-    """All sizes, checksums and the shard id as the files are now; then these fields of the header."""
+    """Correct all sizes, checksums and the shard id for the present files, then set these fields of the header."""
     raw = files[".seq.idx"]
     sums = {suffix: xxhash.xxh3_128_digest(files[suffix]) for suffix in _DIGESTS}
     values = {f"{name}_checksum": sums[suffix] for suffix, name in _DIGESTS.items()}

@@ -1,4 +1,4 @@
-"""Packs for tests: made at random, written, compared; and the slow way from token- to label-aligned masks."""
+"""Packs for tests: generate, write and compare them, and convert token-aligned to label-aligned masks the slow way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_sft_idx.storage.progress import Advance, Watch
 
 
 def sums_told(tell: Callable[[int, int], Any]) -> Watch:
-    """Lets ``tell`` know of the units done so far, and of all, each time some are."""
+    """Return a ``Watch`` that calls ``tell`` with the number of finished units and the total, after each step."""
 
     @contextmanager
     def watch(_what: str, total: int) -> Iterator[Advance]:
@@ -37,7 +37,7 @@ def sums_told(tell: Callable[[int, int], Any]) -> Watch:
 
 @dataclass(frozen=True)
 class Sample:
-    """One pack as plain lists; the mask is token-aligned."""
+    """One pack as plain lists, with a token-aligned mask."""
 
     tokens: list[int]
     mask: list[float]
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def label_mask(self) -> list[float]:
-        """Shifted left by one inside every sequence, 0 at its end."""
+        """The mask, shifted left by one inside every sequence, with 0 at its end."""
         out: list[float] = []
         for a, b in pairwise(self.bounds):
             out += [*self.mask[a + 1 : b], 0]
@@ -60,7 +60,7 @@ class Sample:
 
 
 def sample_of(lengths: Sequence[int], mask: Any, tokens: Any) -> Sample:
-    """A pack of sequences of these lengths; ``mask`` and ``tokens`` give a value for a position."""
+    """Return a pack of sequences of these lengths. ``mask`` and ``tokens`` return the value for a position."""
     total, starts = 0, []
     for length in lengths:
         starts.append(total)
@@ -84,7 +84,7 @@ def samples(draw: st.DrawFn, *, token_dtype: Any = np.uint16, weights: bool = Fa
 
 
 def write_samples(prefix: str | os.PathLike[str], packs: Sequence[Sample], **options: Any) -> Any:
-    """Write label-aligned, without waiting for the disk; returns the header."""
+    """Write label-aligned packs without waiting for the disk, and return the header."""
     with ShardWriter(prefix, **{"durable": False, **options}) as writer:
         for pack in packs:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
@@ -110,7 +110,7 @@ def five_files(prefix: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def demo_samples(count: int = 7) -> list[Sample]:
-    """A few packs of one to four sequences, deterministic."""
+    """Return a few packs of one to four sequences, always the same."""
     return [
         sample_of([1 + (i + j) % 5 for j in range(1 + i % 4)], lambda p, i=i: (p + i) % 2, lambda p, i=i: 10 * i + p)
         for i in range(count)
@@ -118,7 +118,7 @@ def demo_samples(count: int = 7) -> list[Sample]:
 
 
 def opens(prefix: str | os.PathLike[str]) -> bool:
-    """Whether something that calls itself a shard is there; if so it must be whole."""
+    """Return whether there is a shard. If there is one, check that it is complete."""
     if not Path(os.fspath(prefix) + ".seq.idx").exists():
         return False
     list(Shard(prefix))
@@ -126,15 +126,15 @@ def opens(prefix: str | os.PathLike[str]) -> bool:
 
 
 def folder_of(path: Path) -> list[str]:
-    """Names of what is in a folder."""
+    """Return the names in a folder, sorted."""
     return sorted(entry.name for entry in path.iterdir())
 
 
 def tree_of(path: Path) -> dict[str, bytes]:
-    """The content of all files in a folder and in the folders in it, by path. Locks are left out."""
+    """Return the content of all files in a folder and its subfolders, by path. Locks are left out."""
     files = (each for each in path.rglob("*") if each.is_file() and each.name != "lock")
     return {str(each.relative_to(path)): each.read_bytes() for each in sorted(files)}
 
 
-# What is in a folder that holds the shard "x" and nothing else.
+# The names in a folder that holds the shard "x" and nothing else.
 WHOLE = sorted("x" + suffix for suffix in SUFFIXES)

@@ -1,4 +1,4 @@
-"""Which cases of a large matrix ``make test`` runs, and how many examples of a property test."""
+"""Select the cases of a large matrix, and the number of examples of a property test, that ``make test`` runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import settings
 
 
 def _parameters(item: Any) -> set[tuple[str, str]]:
-    """Name and value of each parameter of a test."""
+    """Return name and value of each parameter of a test."""
     callspec = getattr(item, "callspec", None)
     return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
 def sample(items: Sequence[Any], count: int) -> Iterator[Any]:
-    """Yield `count` of `items`: whichever has the most values that no earlier one has; else by a hash of its name."""
+    """Yield `count` of `items`. Each has as many new parameter values as possible; a hash of the name breaks ties."""
     left = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     parameters = {item.nodeid: _parameters(item) for item in left}
     seen = set[tuple[str, str]]()
@@ -28,5 +28,5 @@ def sample(items: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def with_fewer_examples(whole: settings) -> settings:
-    """A quarter of the examples of a property test, but 15 or all it has."""
-    return settings(whole, max_examples=max(min(whole.max_examples, 15), whole.max_examples // 4))
+    """Return settings with a tenth of the examples, at least five if there are that many."""
+    return settings(whole, max_examples=max(min(whole.max_examples, 5), whole.max_examples // 10))

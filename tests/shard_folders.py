@@ -1,4 +1,4 @@
-"""Folders of many small shards, and what of them is open."""
+"""Folders of many small shards, and counts of their open files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files_of(folder: Path) -> int:
 
 
 def rewritten(path: Path) -> None:
-    """Another file with the same bytes, as a copy put back is."""
+    """Replace a file by a new file with the same bytes, like a restored copy."""
     raw = path.read_bytes()
     path.unlink()
     path.write_bytes(raw)

@@ -1,4 +1,4 @@
-"""A script like those of Megatron-LM, which no wheel has; its own data sets cannot be built."""
+"""A script like pretrain_gpt.py of Megatron-LM, which wheels lack. Its own data sets cannot be built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_pretrain import forward_step
 
 
 def train_valid_test_datasets_provider(sizes: Any, vp_stage: int | None = None) -> Any:
-    """What the runner replaces."""
+    """The provider that the runner replaces."""
     raise AssertionError(f"the script's own data sets were asked for, {sizes} rows of them")
 
 

@@ -1,7 +1,7 @@
-"""Made-up chat templates in the manner of public ones.
+"""Generated chat templates that resemble public ones.
 
-A ``Design`` is one choice a feature; ``source_of`` writes the template. Its own words are ``hq``, a number and ``x``,
-so that none of them is taken for a word of the conversation.
+A ``Design`` is one choice per feature; ``source_of`` writes the template. The template's own words are ``hq``, a number
+and ``x``, so they cannot be confused with words of the conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLES = ("user", "assistant", "system", "tool")
 
 @dataclass(frozen=True)
 class Design:
-    """A template as one choice a feature; the first of ``CHOICES`` is the plainest."""
+    """A template as one choice per feature. The first of the ``CHOICES`` of a feature is the simplest."""
 
     tags: str
     names: str
@@ -67,7 +67,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "markers": ("none", "none", "none", "none", "whole", "without calls", "end apart"),
 }
 
-SHAPES = {  # before the role's name, after it, the end of an answer, the end of any other turn
+SHAPES = {  # text before the role's name, after it, at the end of an answer, at the end of any other turn
     "chatml": ("<|im_start|>", "\n", "<|im_end|>\n", "<|im_end|>\n"),
     "header": ("<|head|>", "<|/head|>\n\n", "<|eot|>", "<|eot|>"),
     "tag": ("<|", "|>\n", "</s>\n", "\n"),
@@ -82,7 +82,7 @@ SHAPES = {  # before the role's name, after it, the end of an answer, the end of
 
 
 def designs() -> st.SearchStrategy[Design]:
-    """Plain designs with a few odd features, more often than odd all over."""
+    """Draw designs. Most are plain with a few odd features; some are odd in all features."""
     odd = {name: st.sampled_from(choices) for name, choices in CHOICES.items()}
     mostly = {
         name: st.one_of(st.just(choices[0]), st.sampled_from(choices))
@@ -94,13 +94,13 @@ def designs() -> st.SearchStrategy[Design]:
 
 
 def _sensible(design: Design) -> Design:
-    """Without what no template has: ends that stand before headers, and then a prompt or words before such an end.
+    """Remove combinations that no template has: ends of turn before headers, with a prompt or words before such an end.
 
-    Nor are generation markers around statements that write nothing, as those of a template that collects its text.
+    Also remove generation markers around statements that write nothing, in templates that collect their text.
     """
     if design.loop == "collected":
         design = replace(design, markers="none")
-    if design.prompt == "always":  # what tells such a header from an end of turn is its name
+    if design.prompt == "always":  # only the role's name distinguishes such a header from an end of turn
         design = replace(design, names="from role")
     if design.end != "between":
         return design
@@ -109,18 +109,18 @@ def _sensible(design: Design) -> Design:
 
 
 def name_of(design: Design, role: str) -> str:
-    """The template's word for a role: a unique one, or the role's own name."""
+    """Return the template's word for a role: a unique word, or the role's own name."""
     return role if design.names == "from role" else f"hq{ROLES.index(role) + 1}x"
 
 
 def header_of(design: Design, role: str) -> str:
-    """What the template writes before a message of this role."""
+    """Return the text that the template writes before a message of this role."""
     before, after, _, _ = SHAPES[design.tags]
     return " " if design.tags == "no header" and role == "assistant" else before + name_of(design, role) + after
 
 
 def controls_of(design: Design) -> list[str]:
-    """Control tokens that a tokenizer for this template would have."""
+    """Return the control tokens that a tokenizer for this template would have."""
     texts = {header_of(design, role).strip() for role in ROLES} if design.tags in ("tag", "pairs") else set()
     for text in SHAPES[design.tags]:
         if re.fullmatch(r"<[^<>]+>|\[[^\[\]]+\]", text.strip()):
@@ -142,7 +142,7 @@ class Writing:
             self.close_other = ""
 
     def put(self, *expressions: str) -> str:
-        """Statements that write string expressions one after the other."""
+        """Return statements that write string expressions one after the other."""
         design, added = self.design, " + ".join(expressions)
         if design.loop == "collected":
             return "{%- set ns.out = ns.out + " + added + " -%}"
@@ -159,7 +159,7 @@ class Writing:
         }[design.writes]
 
     def header(self, role: str) -> str:
-        """An expression for the header of a message of this role."""
+        """Return an expression for the header of a message of this role."""
         if self.design.tags == "no header" and role == "assistant":
             return "' '"
         before, after, _, _ = SHAPES[self.design.tags]
@@ -186,7 +186,7 @@ class Writing:
         }[self.design.content]
 
     def closing(self) -> str:
-        """The end of an answer, in the answer's own iteration."""
+        """Return the end of an answer, in the answer's own iteration."""
         close, put = _quoted(self.close), self.put
         return {
             "branch": put(close),
@@ -200,7 +200,7 @@ class Writing:
         }[self.design.end]
 
     def late_closing(self) -> str:
-        """The end of an answer, written with what follows it."""
+        """Return the end of an answer, written together with the text after it."""
         close = self.put(_quoted(self.close))
         if self.design.end == "late":
             return "{%- if ns.open -%}" + close + "{%- set ns.open = false -%}{%- endif -%}"
@@ -234,7 +234,7 @@ class Writing:
         return self.put(self.header("user")) + before + self.put(self.content(), close) + after
 
     def reasoned(self) -> str:
-        """Statements that write an answer with its reasoning."""
+        """Return statements that write an answer with its reasoning."""
         put, content = self.put, self.content()
         thought = put("'<think>\\n'", "m.reasoning_content", "'\\n</think>\\n\\n'")
         if self.design.reasoning == "split":
@@ -257,7 +257,7 @@ class Writing:
         return "{%- if " + when + " -%}" + thought + other + "{%- endif -%}" + put(content)
 
     def called(self) -> str:
-        """Statements that write an answer's calls."""
+        """Return statements that write an answer's calls."""
         arguments = {
             "tojson": "f.arguments | tojson",
             "either": "(f.arguments if f.arguments is string else f.arguments | tojson)",
@@ -317,7 +317,7 @@ class Writing:
         }[self.design.results]  # fmt: skip
 
     def message(self) -> str:
-        """Statements that write ``m``, number ``i`` of ``listed``, ``last`` or not."""
+        """Return statements that write the message ``m``, which is number ``i`` of ``listed``."""
         design, start = self.design, self.late_closing()
         if design.system == "default in loop":
             start += "{%- if i == 0 and m.role != 'system' -%}" + self.system_text("'hq8x hq9x'") + "{%- endif -%}"
@@ -382,13 +382,13 @@ class Writing:
             "in loop": "",
             "none": "",
         }[self.design.prompt]
-        # Ends that stand before headers and a header behind all are read alike; no known template has both.
+        # An end of turn before headers and a header after all messages look the same; no known template has both.
         if self.design.prompt == "always" and self.design.end not in ("between", "with next", "late"):
             return prompt
         return "{%- if " + asked + " -%}" + prompt + "{%- endif -%}" if prompt else ""
 
     def behind(self) -> str:
-        """What stands behind all messages."""
+        """Return the text after all messages."""
         late = self.late_closing() if self.design.end == "late" else ""
         if self.design.end == "between":
             late = self.put(_quoted(self.close))
@@ -404,7 +404,7 @@ def _raw(expression: str) -> str:
 
 
 def source_of(design: Design) -> str:
-    """The template."""
+    """Return the template of a design."""
     writing = Writing(design)
     source = "{%- set ns = namespace(out='', open=false, asked=-1, told=false, called='', listed=[]) -%}"
     if design.names == "from map":

@@ -1,6 +1,6 @@
-"""Made-up chats through made-up templates, and whether the right words are trained on.
+"""Render generated chats with generated templates, and check that the right words are trained on.
 
-Every word of a chat says where it comes from, so that a mask is judged without knowing how it was found.
+Every word of a chat shows where it comes from, so a mask can be checked without knowing how it was computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ template, z an answer that is left out."""
 
 @dataclass(frozen=True)
 class Chat:
-    """A row as a user has it, and how often the assistant says each word that is trained on."""
+    """An input row, and how often the assistant says each trained word."""
 
     row: dict[str, Any]
     said: dict[str, int]
@@ -40,7 +40,7 @@ STEPS = ("ask", "call", "think", "parallel", "answer", "user", "system", "empty"
 
 
 class Talking:
-    """Writes one conversation of words that occur once, but for the names of functions."""
+    """Writes one conversation. All words occur once, except for the names of functions."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Talking:
 
 
 def chats(design: Design) -> st.SearchStrategy[Chat]:
-    """Conversations; what the template could only lose is rarer than what it writes."""
+    """Draw conversations. Features that the template cannot write are rarer than features that it writes."""
     lost = {"call", "parallel", "no result"} if design.calls == "none" else set()
     lost |= {"think", "tags"} if design.reasoning == "none" else set()
     kept = [step for step in STEPS if step not in lost]
@@ -147,7 +147,7 @@ def chats(design: Design) -> st.SearchStrategy[Chat]:
 
 
 def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """What is wrong with training these ranges of the rendered text."""
+    """Return what is wrong with training on these ranges of the rendered text."""
     mask = bytearray(len(text))
     for start, stop in spans:
         mask[start:stop] = b"\1" * (stop - start)
@@ -157,10 +157,10 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
 
 
 def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
-    """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
+    """Return the starts of tags of another role's turn at which a model stops, because nothing else ends its turn."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
     answer = header_of(design, "assistant")
-    # An answer that says nothing, as far as the template writes it.
+    # An empty answer, as the template writes it.
     silent = (answer, f"{answer}<think></think>") if design.reasoning == "always" else (answer,)
     return {
         match.start()
@@ -214,7 +214,7 @@ def template_of(design: Design) -> ChatTemplate:
 
 
 def forms_of(row: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The forms in which a row's messages may be handed to a template."""
+    """Yield the forms in which a row's messages may be passed to a template."""
     nulls: tuple[Any, ...] = (..., "", None) if any(not m.get("content") for m in row["messages"]) else (...,)
     for parts, null, text in itertools.product((False, True), nulls, (False, True)):
         messages = []
@@ -244,7 +244,7 @@ def _with_arguments(call: dict[str, Any], text: bool) -> dict[str, Any]:
 
 
 def renderings(design: Design, chat: Chat) -> Iterator[str]:
-    """What transformers renders, form by form, where it can."""
+    """Yield the renderings of transformers for each form that the template accepts."""
     for messages in forms_of(chat.row):
         try:
             rendered, _ = chat_template_utils.render_jinja_template(
@@ -256,12 +256,12 @@ def renderings(design: Design, chat: Chat) -> Iterator[str]:
 
 
 def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
-    """What became of a chat.
+    """Return the outcome for a chat, and check its mask.
 
-    ``"handled"``; ``"refused"``; ``"lost"`` where no form of the row keeps all that the assistant says.
+    ``"handled"``, ``"refused"``, or ``"lost"`` if every form of the row loses some of the assistant's words.
 
     Raises:
-        AssertionError: something is trained on that should not be, or the other way round.
+        AssertionError: something is trained on by mistake, or missing from the trained text.
     """
     try:
         conversation = to_sequence_source(chat.row)
@@ -282,7 +282,7 @@ def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
 
 
 def trained_by(template: ChatTemplate, chat: Chat) -> tuple[Any, ...]:
-    """The text and what is trained of it, or what kind of error the chat is."""
+    """Return the text and its trained ranges, or the kind of error."""
     try:
         conversation = to_sequence_source(chat.row)
         assert isinstance(conversation, Conversation)
@@ -293,7 +293,7 @@ def trained_by(template: ChatTemplate, chat: Chat) -> tuple[Any, ...]:
 
 
 def searched(number: int, templates: int, chats_each: int) -> Counter[str]:
-    """How many chats had which outcome, in a search of its own number."""
+    """Return the number of chats per outcome, for the search with this number."""
     seen: Counter[str] = Counter()
 
     @seed(number)
@@ -304,7 +304,7 @@ def searched(number: int, templates: int, chats_each: int) -> Counter[str]:
         template = template_of(design)
         drawn = [data.draw(chats(design)) for _ in range(chats_each)]
         seen.update(outcome(template, design, chat) for chat in drawn)
-        # What was learnt of one chat must serve the next as if that were the first.
+        # Cached results from one chat must not change the result for the next one.
         other = template_of(design)
         for chat in reversed(drawn):
             once, again = trained_by(template, chat), trained_by(other, chat)

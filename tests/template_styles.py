@@ -1,7 +1,7 @@
-"""Chat templates in the styles of the field, written for these tests, each with an obvious oracle.
+"""Chat templates in common styles, written for these tests, each with a simple oracle.
 
-The oracle of a style says what the model must learn of each assistant message, from the message alone and
-whether it is the conversation's last. It is written by reading the template, not by running anything.
+The oracle of a style returns the text that the model must learn for an assistant message. It uses only the message, and
+whether it is the last one. It was written by reading the template, and does not render it.
 """
 
 # ruff: noqa: E501 - templates and lists of tokens, as long as they are
@@ -23,10 +23,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Style:
-    """A template and what it means.
+    """A template and its meaning.
 
-    ``said(message, last)`` is what must be learnt. ``system``, ``calls`` and ``thinks`` say what the template takes;
-    ``trims`` that it strips contents.
+    ``said(message, last)`` is the text that must be learnt. ``system``, ``calls`` and ``thinks`` are true if the
+    template accepts these; ``trims`` if it strips contents.
     """
 
     source: str
@@ -55,7 +55,7 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# Text between the braces, header tags, trimmed contents, a beginning-of-text token before the first message only.
+# Text between the braces, header tags, trimmed contents, and a beginning-of-text token only before the first message.
 HEADERS = """{% set listed = messages %}{% for one in listed -%}
 {% set shown = '<|head|>' + one['role'] + '<|/head|>\n\n' + one['content'] | trim + '<|eot|>' -%}
 {% if loop.index0 == 0 %}{% set shown = bos_token + shown %}{% endif %}{{ shown -}}
@@ -72,13 +72,13 @@ RENAMED = """{{ bos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"""
 
-# No generation prompt at all: the question's closing tag is the prompt. Answers end with eos.
+# No generation prompt: the closing tag of the question acts as the prompt. Answers end with eos.
 BRACKETS = """{{ bos_token }}{% for m in messages %}
 {%- if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{ ' ' + m.content + eos_token }}
 {%- endif %}{% endfor %}"""
 
-# The end of an answer is written by whatever comes next: the next message, or the end of the loop.
+# The end of an answer is written by the next message, or after the loop.
 LATE_END = """{{ bos_token }}{% set ns = namespace(open=false) %}
 {%- for m in messages %}
 {%- if ns.open %}{{ eos_token }}{% set ns.open = false %}{% endif %}
@@ -90,7 +90,7 @@ LATE_END = """{{ bos_token }}{% set ns = namespace(open=false) %}
 {%- if ns.open %}{{ eos_token }}{% endif %}
 {%- if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"""
 
-# Reasoning is kept after the last question only, found by walking backwards first. The prompt holds empty thinking.
+# Reasoning is kept only after the last question, which is found by a backward loop. The prompt has empty thinking.
 THINKING = """
 {%- set ns = namespace(searching=true, last=messages | length) %}
 {%- for m in messages[::-1] %}
@@ -111,7 +111,7 @@ THINKING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"""
 
-# Reasoning, calls and answers are messages of their own on channels; the last answer ends differently.
+# Reasoning, calls and answers are separate messages on channels; the last answer ends differently.
 CHANNELS = """
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
@@ -131,7 +131,7 @@ CHANNELS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
-# Tool schemas first; consecutive results share one turn.
+# Tool schemas come first; consecutive results share one turn.
 TOOLS = """
 {%- if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
 {%- endif %}
@@ -151,7 +151,7 @@ TOOLS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# Marked by its author: the newline after the end of turn is inside, so it is learnt.
+# With generation markers: the newline after the end of turn is inside them, so it is learnt.
 MARKED = """
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
@@ -176,7 +176,7 @@ MACRO_A_MESSAGE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# The whole loop runs in a macro and then in a block: its text is captured twice before it is written.
+# The whole loop runs in a macro inside a block, so its text is captured twice before it is written.
 CAPTURED = """
 {%- macro chat(listed) %}
 {%- for m in listed %}
@@ -187,7 +187,7 @@ CAPTURED = """
 {{- shown }}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# Jumps out of iterations, after writing; system messages are skipped over; the prompt is written in the loop.
+# Jumps out of iterations after writing; skips system messages; writes the prompt in the loop.
 JUMPS = """
 {%- for m in messages %}
 {%- if m.role == 'system' %}{% continue %}{% endif %}
@@ -197,7 +197,7 @@ JUMPS = """
 {%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% break %}{% endif %}
 {%- endfor %}"""
 
-# Nothing ends a turn but the tag that starts the next one: that tag is where the model stops.
+# Only the tag of the next turn ends a turn: the model stops at that tag.
 NEXT_TAG = """[start]
 {%- for m in messages %}
 {{- '<|' + m.role + '|>\n' + m.content }}
@@ -217,7 +217,7 @@ def _thinking_said(message: Message, last: bool) -> str:
     thought = message.get("reasoning_content") or ""
     if not last:
         return content(message) + "<|im_end|>"
-    # The prompt holds an empty block. With reasoning the model writes the block itself, opening tag included.
+    # The prompt has an empty block. With reasoning, the model writes the block itself, including the opening tag.
     return ("<think>\n" + thought + "\n</think>\n\n" if thought else "") + content(message) + "<|im_end|>"
 
 
@@ -278,7 +278,7 @@ def stock_text(style: Style, messages: list[dict[str, Any]], tools: list[dict[st
 
 
 def turns(style: Style, count: int) -> list[dict[str, Any]]:
-    """A conversation of unique words that uses all the style takes."""
+    """Return a conversation of unique words that uses everything that the style accepts."""
     messages = [{"role": "system", "content": "sys0 rules0"}] if style.system else []
     for turn in range(1, count + 1):
         messages.append({"role": "user", "content": f"ask{turn} why{turn}?"})
@@ -313,7 +313,7 @@ def learnt(source: str, conversation: Conversation, **options: Any) -> list[str]
     return trained(make(source, **options).render(conversation))
 
 
-# Two that tracing cannot follow.
+# Two templates that tracing cannot follow.
 ACCUMULATES = """{% set ns = namespace(out='') %}{% for m in messages %}{% set ns.out = ns.out + m.role + m.content %}
 {%- endfor %}{{ ns.out }}"""
 MEASURES = """{% set out %}{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% endset %}{{ out }}{{ out | length }}"""

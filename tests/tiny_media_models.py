@@ -1,8 +1,9 @@
-"""Tiny models of transformers that take images or audio, with random weights; and their loss on single chats.
+"""Tiny transformers models with random weights that take images or audio, and their loss on single chats.
 
-Each model is built from its configuration, and belongs to one of the processors of ``media_processors``. The loss on
-single chats is what training on a shard is compared with: there, the processor of transformers gets one chat at a time,
-with its images and recordings, and the model gets what that returns and finds positions and boundaries by itself.
+Each model is built from its configuration, and belongs to one of the processors of ``media_processors``. Training on a
+shard is compared with the loss on single chats. For that loss, the processor of transformers gets one chat at a time,
+with its images and recordings. The model gets the result of the processor, and computes positions and boundaries
+itself.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.media import MediaBatch, MediaInputs, MediaStep
 from megatron_sft_idx.training.sources import StoredPacks
 
-# Shapes that become one, several or other numbers of tiles and patches; the first two of equally many.
+# Image sizes that give different numbers of tiles and patches; the first two give the same number.
 SIZES = [(64, 48), (64, 48), (100, 30), (17, 90), (120, 120)]
-# The first two have equally many positions.
+# Lengths of recordings; the first two have the same number of positions.
 SAMPLES = [8_000, 8_000, 20_000, 31_111, 1_500]
-# How many images or recordings each chat has.
+# Number of images or recordings per chat.
 COUNTS = [2, 0, 1, 3, 1, 0, 2, 1, 0, 4]
 _ANSWERS = ["the cat sat", "hello", "on the mat here", "what?"]
 
 
 class Family(NamedTuple):
-    """A processor and the model that takes what it makes.
+    """A processor and its model.
 
     Attributes:
         kind: ``image`` or ``audio``.
-        processor: saves a processor in a folder, and returns it.
-        model: builds the model for a processor.
-        seq_length: how many tokens fit into a pack.
+        processor: function that saves a processor in a folder and returns it.
+        model: function that builds the model for a processor.
+        seq_length: capacity of a pack.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class Family(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The mean loss over trained tokens, and the gradient of each parameter by its name, float64."""
+    """The mean loss over trained tokens, and the gradient of each parameter by name, float64."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -69,7 +70,7 @@ class Trained(NamedTuple):
 
 
 def _text(processor: Any, **options: Any) -> dict[str, Any]:
-    """The configuration of a small decoder."""
+    """Return the configuration of a small decoder."""
     return {
         "vocab_size": len(processor.tokenizer) + 8,
         "hidden_size": 32,
@@ -86,13 +87,13 @@ def _text(processor: Any, **options: Any) -> dict[str, Any]:
 
 
 def _vision(**options: Any) -> dict[str, Any]:
-    """The configuration of a small encoder."""
+    """Return the configuration of a small encoder."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return {**sizes, **options}
 
 
 def _random(model: Any) -> Any:
-    """The model in float64, its weights so large that what a token attends to, and each image, matters."""
+    """Return the model in float64, with weights so large that every attended token and every image changes the loss."""
     generator = torch.Generator().manual_seed(1)
     model = model.double().train()
     with torch.no_grad():
@@ -181,7 +182,7 @@ def _qwen2_audio(processor: Any) -> Any:
 
 
 def _qwen_vl_ids(processor: Any) -> dict[str, int]:
-    """The ids of the tokens around images, by the names that the configurations of Qwen-VL models have for them."""
+    """Return the ids of the tokens around images, by their names in configurations of Qwen-VL models."""
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     return {name: processor.tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
@@ -242,14 +243,14 @@ FAMILIES = {
 
 
 def tone(samples: int, pitch: float) -> bytes:
-    """A recording of a tone of ``pitch`` Hz, 16,000 samples a second."""
+    """Return a recording of a tone of ``pitch`` Hz, at 16 kHz."""
     stream = io.BytesIO()
     soundfile.write(stream, np.sin(2 * np.pi * pitch / 16_000 * np.arange(samples)), 16_000, format="WAV")
     return stream.getvalue()
 
 
 def chats(kind: str) -> list[list[dict[str, Any]]]:
-    """Chats with several images or recordings in one turn or in different ones, with one, and without any."""
+    """Return chats with several images or recordings in one turn or in several turns, with one, and without any."""
     files = [png(*size, seed) for seed, size in enumerate(SIZES)]
     if kind == "audio":
         files = [tone(samples, 300.0 * (1 + number)) for number, samples in enumerate(SAMPLES)]
@@ -274,7 +275,7 @@ def chats(kind: str) -> list[list[dict[str, Any]]]:
 
 
 def shard_of(rows: list[list[dict[str, Any]]], folder: Path, processor: Path, seq_length: int) -> Shard:
-    """The shard that ``preprocess --processor`` makes of chats, with the column ``source``."""
+    """Make a shard of chats with ``preprocess --processor``, with the column ``source``."""
     preprocess(
         [{"messages": messages} for messages in rows],
         tokenizer=processor,
@@ -287,7 +288,7 @@ def shard_of(rows: list[list[dict[str, Any]]], folder: Path, processor: Path, se
 
 
 def sequences(shard: Shard) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each sequence the number of its chat, its ids int64, and its label-aligned mask float64."""
+    """Yield for each sequence the number of its chat, its ids int64, and its label-aligned mask float64."""
     for pack in shard:
         bounds = pairwise(pack["seq_boundaries"].tolist())
         for (start, stop), source in zip(bounds, pack["source"].tolist(), strict=True):
@@ -295,7 +296,7 @@ def sequences(shard: Shard) -> Iterator[tuple[int, Tensor, Tensor]]:
             yield source[1], torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(np.float64))
 
 
-# ---- each chat alone ----
+# ---- single chats ----
 
 
 def _opened(part: dict[str, Any]) -> Any:
@@ -306,7 +307,7 @@ def _opened(part: dict[str, Any]) -> Any:
 
 
 def inputs_alone(processor: Any, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """What the processor of transformers makes of one chat."""
+    """Return the output of transformers' processor for one chat."""
     parts = [part for message in messages for part in message["content"] if part["type"] != "text"]
     options: dict[str, Any] = {}
     if parts and parts[0]["type"] == "image":
@@ -318,7 +319,7 @@ def inputs_alone(processor: Any, messages: list[dict[str, Any]]) -> dict[str, Te
 
 
 def alone(model: Any, processor: Any, rows: list[list[dict[str, Any]]], shard: Shard) -> Trained:
-    """Every chat by itself in front of the model, with the shard's masks."""
+    """Compute loss and gradients of single chats, with the shard's masks."""
     model.zero_grad()
     total = weight = 0.0
     for number, ids, mask in sequences(shard):
@@ -336,16 +337,16 @@ def alone(model: Any, processor: Any, rows: list[list[dict[str, Any]]], shard: S
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the chats that it is trained on, and the shard that ``preprocess`` made of them.
+    """A model, the chats that it is trained on, and the shard made from them.
 
     Attributes:
         kind: ``image`` or ``audio``.
-        folder: has the processor, and the configuration of the model.
-        processor: that processor.
+        folder: folder with the processor and the configuration of the model.
+        processor: the processor.
         model: the model, float64.
         rows: the chats.
-        shard: has the column ``source``.
-        wanted: what training on each chat alone gives.
+        shard: the shard, with the column ``source``.
+        wanted: loss and gradients of single chats.
     """
 
     kind: str
@@ -358,7 +359,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, folder: Path) -> Case:
-        """That of one of ``FAMILIES``."""
+        """Return the case for one of ``FAMILIES``."""
         family = FAMILIES[name]
         processor = family.processor(folder / "processor")
         model = family.model(processor)
@@ -370,25 +371,25 @@ class Case:
         return cls(family.kind, folder / "processor", processor, model, rows, shard, wanted)
 
     def of_text(self, folder: Path) -> Case:
-        """The same with its chats that have no images or recordings."""
+        """Return the same case with only the chats without images or recordings."""
         kinds = [{part["type"] for message in messages for part in message["content"]} for messages in self.rows]
         rows = [messages for messages, found in zip(self.rows, kinds, strict=True) if found == {"text"}]
         shard = shard_of(rows, folder, self.folder, 256)
         return replace(self, rows=rows, shard=shard, wanted=alone(self.model, self.processor, rows, shard))
 
     def inputs(self) -> MediaInputs:
-        """The media step for this model."""
+        """Return the media step for this model."""
         return MediaInputs(self.folder)
 
     def batches(
         self, layout: Any, media: MediaStep | None = None, *, batch_size: int = 2, multiple: int = 1
     ) -> Iterator[dict[str, Any]]:
-        """The batches of ``as_torch``, filled up to a multiple of so many positions."""
+        """Yield the batches of ``as_torch``, padded to a multiple."""
         packs = as_torch(self.shard, layout, media=media or self.inputs(), pad_to_multiple_of=multiple)
         return iter(DataLoader(packs, batch_size=batch_size, collate_fn=packs.collate))
 
     def difference(self, batches: Iterable[dict[str, Any]]) -> float:
-        """How far the loss that the model returns for these batches, and its gradients, are from those wanted."""
+        """Return the difference between the model's loss and gradients for these batches and the wanted ones."""
         self.model.zero_grad()
         total = weight = 0.0
         for batch in batches:
@@ -399,7 +400,7 @@ class Case:
         return difference(trained_by(self.model, total, weight), self.wanted)
 
     def difference_of_rows(self) -> float:
-        """The same for rows of S positions from ``BatchAssembler``, two in a batch, and a loss by hand."""
+        """Return the same for batches of two rows from ``BatchAssembler``, with a loss computed here."""
         source = StoredPacks(ShardSet([self.shard.prefix]))
         assembler = BatchAssembler(source, self.shard.header.capacity + 8, media=self.inputs())
         names = set(self.processor.model_input_names) - {"input_ids", "attention_mask"}
@@ -420,7 +421,7 @@ class Case:
 
 
 def trained_by(model: Any, total: float, weight: float) -> Trained:
-    """What a model was trained by whose gradients are those of a sum of losses of this weight."""
+    """Return mean loss and gradients, from a total loss of this total weight and the model's gradients of it."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -429,10 +430,10 @@ def trained_by(model: Any, total: float, weight: float) -> Trained:
 
 
 def difference(got: Trained, wanted: Trained) -> float:
-    """The largest relative difference: of the loss, and of each parameter's gradient to its largest entry."""
+    """Return the largest relative difference of the loss, and of each gradient compared to its largest entry."""
     differences = [abs(got.loss - wanted.loss) / abs(wanted.loss)]
     largest = {name: float(gradient.abs().max()) for name, gradient in wanted.gradients.items()}
-    # The gradient of a bias of attention's keys is 0 but for rounding.
+    # The gradient for the bias of attention keys is 0, except for rounding.
     least = 1e-6 * max(largest.values())
     for name, gradient in wanted.gradients.items():
         differences.append(float((got.gradients[name] - gradient).abs().max()) / max(largest[name], least))
@@ -440,7 +441,7 @@ def difference(got: Trained, wanted: Trained) -> float:
 
 
 def as_trained(case: Case) -> dict[str, float]:
-    """How far from each chat alone the ways to train on packs are."""
+    """Return the differences between single chats and each way of training on packs."""
     return {
         "flattened": case.difference(case.batches("flattened")),
         "flattened, filled up": case.difference(case.batches("flattened", multiple=64)),
@@ -449,11 +450,11 @@ def as_trained(case: Case) -> dict[str, float]:
     }
 
 
-# ---- what is wrong, and has to be seen ----
+# ---- deliberate errors that the comparison must detect ----
 
 
 def wrongly_trained(case: Case) -> dict[str, float]:
-    """How far from each chat alone training is that goes wrong in one thing."""
+    """Return the differences between single chats and training with one deliberate error each."""
     step = case.inputs()
     ignored = [boundaries_ignored(case.model, batch) for batch in case.batches("flattened")]
     wrong = {
@@ -461,12 +462,12 @@ def wrongly_trained(case: Case) -> dict[str, float]:
         "boundaries ignored": case.difference(ignored),
     }
     if hasattr(case.model.model, "get_rope_index"):
-        wrong["positions of the text alone"] = case.difference(case.batches("flattened", TextPositions(step)))
+        wrong["positions of the text only"] = case.difference(case.batches("flattened", TextPositions(step)))
     return wrong
 
 
 def boundaries_ignored(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with the positions of one long sequence, which the model counts in its own way."""
+    """Return the batch with positions as in one long sequence; the model computes them."""
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1])[None]
     if hasattr(model.model, "get_rope_index"):
@@ -477,7 +478,7 @@ def boundaries_ignored(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A media step that gives another one two items of equally many positions with their files swapped."""
+    """A media step that swaps the files of two items with equally many positions, and then calls another step."""
 
     step: MediaStep
 
@@ -494,7 +495,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class TextPositions:
-    """A media step that gives what another one does, but counts positions in images as those of text."""
+    """A media step that returns the result of another one, but with text positions inside images."""
 
     step: MediaStep
 
@@ -507,10 +508,10 @@ class TextPositions:
 
 
 def use_flash_attention(model: Any) -> None:
-    """Let a model attend as flash attention does, which needs a GPU: written with torch's own attention.
+    """Make a model use a replacement for flash attention, which needs a GPU. It is written with torch's own attention.
 
-    It takes no mask but that of padding. Sequences in a row are told by ``cu_seq_lens_q``, or else by where positions
-    do not go on, as transformers does it.
+    It takes only the padding mask. As in transformers, the sequences of a row are found by ``cu_seq_lens_q``, or else
+    by the places where positions do not increase by one.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -534,7 +535,7 @@ def _flash_attention(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Takes states [rows, heads, positions, width]; gives [rows, positions, heads, width], as transformers has it."""
+    """Take states [rows, heads, positions, width] and return [rows, positions, heads, width], as in transformers."""
     rows, heads, length, _width = query.shape
     heads_of_keys = key.shape[1]
     key, value = (states.repeat_interleave(heads // heads_of_keys, 1) for states in (key, value))

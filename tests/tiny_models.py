@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and their losses as computed from single sequences."""
+"""Tiny transformers models with random weights, and their losses on single sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sft_idx.shard import Pack
 
 
 def tiny_llama(vocab_size: int, seed: int = 1, **options: Any) -> Any:
-    """A model of two layers, whose weights are large enough that what a token attends to matters."""
+    """Return a model of two layers, with weights so large that every attended token changes the loss."""
     import transformers
 
     torch.manual_seed(seed)
@@ -32,20 +32,20 @@ def tiny_llama(vocab_size: int, seed: int = 1, **options: Any) -> Any:
 
 
 def sequence_parts(pack: Pack) -> Iterator[tuple[Tensor, Tensor]]:
-    """The ids int64 and the label-aligned mask of each sequence of a pack."""
+    """Yield ids int64 and label-aligned mask of each sequence of a pack."""
     for start, stop in pairwise(pack["seq_boundaries"].tolist()):
         ids, mask = pack["input_ids"][start:stop], pack["loss_mask"][start:stop]
         yield torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(np.float32))
 
 
 def logp_alone(model: Any, ids: Tensor) -> Tensor:
-    """The log-probability of each token but the first, of a sequence that is alone in front of the model."""
+    """Return the log-probability of each token except the first, for a single sequence without others in its row."""
     logits = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
     return logits.gather(1, ids[1:, None])[:, 0]  # type: ignore[no-any-return]
 
 
 def loss_alone(model: Any, packs: Iterable[Pack]) -> Tensor:
-    """The mean loss by the masks, each sequence alone in front of the model."""
+    """Return the mean loss by the masks, with each sequence passed to the model by itself."""
     total, weight = torch.zeros(()), torch.zeros(())
     for pack in packs:
         for ids, mask in sequence_parts(pack):

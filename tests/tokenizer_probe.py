@@ -1,4 +1,4 @@
-"""Strings that tokenizers have been known to disagree about: what two of them are compared on."""
+"""Strings on which tokenizers are known to disagree, for comparisons of two tokenizers."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ EDGES = [
 
 
 def probe(count: int, control: Sequence[str] = (), *, seed: int = 0, longest: int = 3_000) -> Iterator[str]:
-    """``count`` strings: all kinds of text in turn, with every code point of every category when they are many.
+    """Yield ``count`` strings of all kinds of text in turn, with every code point if there are enough strings.
 
     Args:
-        count: how many; from 100,000 on each code point that is no surrogate is in one of them.
+        count: number of strings. With 100,000 or more, each code point except surrogates occurs in one of them.
         control: control tokens, put in about one string in four.
-        seed: of what is drawn.
-        longest: characters of the longest runs.
+        seed: seed of the random choices.
+        longest: length of the longest runs, in characters.
     """
     rng = random.Random(seed)
     codes = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
@@ -101,11 +101,11 @@ def probe(count: int, control: Sequence[str] = (), *, seed: int = 0, longest: in
     pieces = [*WORDS, *WORDS, *SPACES, *DIGITS, *EMOJI, *EDGES]
     for number in range(count):
         kind = number % 8
-        if kind < 3:  # thirty code points from anywhere, in contexts that splits look at
+        if kind < 3:  # thirty random code points, in contexts that influence splits
             some = codes[at : at + 30]
             at = at + 30 if at + 30 < len(codes) else 0
             parts = [chr(c) + rng.choice(["", " ", "a", "1", "\n", "'s", "", " "]) for c in some]
-        elif kind == 3:  # neighbours, which mostly are of one script
+        elif kind == 3:  # neighbouring code points, mostly of one script
             start = rng.choice(known)
             parts = [
                 chr(c) for c in range(start, start + rng.randrange(1, 40)) if c < 0x110000 and not 0xD800 <= c < 0xE000

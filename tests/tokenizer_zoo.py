@@ -1,4 +1,4 @@
-"""Small real tokenizers of every kind, trained on the spot, and text to try them on."""
+"""Small real tokenizers of every kind, trained when they are needed, and text for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPACES = [" ", " ", " ", "  ", "\n", "\n\n", "\t", ", ", ". ", "", "\r\n", "\u00
 
 
 def random_text(rng: random.Random, words: int) -> str:
-    """Words of many scripts, odd white space, code points from anywhere."""
+    """Return words of many scripts, odd white space and random code points."""
     parts = []
     for _ in range(words):
         parts.append(rng.choice(WORDS) if rng.random() < 0.9 else chr(rng.choice([rng.randrange(1, 0x3000), 0x1F600])))
@@ -56,7 +56,7 @@ def random_text(rng: random.Random, words: int) -> str:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Any text, with the troublesome kinds likely."""
+    """Draw any text, often of difficult kinds."""
     pieces = st.one_of(
         st.sampled_from([*WORDS, *SPACES]),
         st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
@@ -69,7 +69,7 @@ def texts() -> st.SearchStrategy[str]:
 
 @st.composite
 def rendered(draw: st.DrawFn, control: Sequence[str], *, literals: bool = False) -> Rendered:
-    """A text with control tokens and spans; with ``literals`` some of these control tokens are only words."""
+    """Draw a text with control tokens and spans. With ``literals``, some control tokens are ordinary text."""
     parts = draw(st.lists(st.one_of(texts(), st.sampled_from(control)), max_size=8))
     words, at = [], 0
     for part in parts:
@@ -84,14 +84,14 @@ def rendered(draw: st.DrawFn, control: Sequence[str], *, literals: bool = False)
 
 
 def flags(content: str, **changes: Any) -> dict[str, Any]:
-    """A control token as configurations list it."""
+    """Return a control token in the form of configurations."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"content": content, **plain, **changes}
 
 
 @lru_cache
 def train(kind: str) -> str:
-    """The tokenizer.json of a small tokenizer of this kind."""
+    """Train a small tokenizer of this kind and return its tokenizer.json."""
     tokenizer, trainer = _parts(kind)
     rng = random.Random(5)
     tokenizer.train_from_iterator([random_text(rng, 300) for _ in range(60)], trainer)
@@ -131,7 +131,7 @@ def _parts(kind: str) -> tuple[Tokenizer, Any]:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if kind == "metaspace":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    else:  # as Llama 2's: spaces by normalizer, no pre-tokenizer
+    else:  # like Llama 2: spaces by normalizer, no pre-tokenizer
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
@@ -141,18 +141,18 @@ def _parts(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def strip_byte_specials(spec: dict[str, Any]) -> dict[str, Any]:
-    """Byte-fallback tokens belong to the model's vocabulary, not to the added tokens."""
+    """Remove byte-fallback tokens from the added tokens; they belong to the model's vocabulary."""
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
     return spec
 
 
 def spec_of(kind: str) -> dict[str, Any]:
-    """A fresh copy of the tokenizer's parsed JSON."""
+    """Return a new copy of the tokenizer's parsed JSON."""
     return strip_byte_specials(json.loads(train(kind)))
 
 
 def write_folder(folder: Path, kind: str, config: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A tokenizer's folder as transformers lays it out."""
+    """Write a tokenizer folder in the form of transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps({**spec_of(kind), **changes}), encoding="utf-8")
     settings = {

@@ -1,6 +1,6 @@
-"""Commands under ``torchrun`` of which no process is left once the one that started them is gone, even by SIGKILL.
+"""Run commands under ``torchrun`` so that all their processes end with the starting process, even after SIGKILL.
 
-As a program, ``torchruns.py PARENT WORD...`` becomes the command of these words, and ends with the process PARENT.
+As a program, ``torchruns.py PARENT WORD...`` executes the command WORD..., which ends when the process PARENT ends.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
-# Stands in a command for the number of the process that runs it.
+# Replaced in a command by the number of the process that runs it.
 _ITSELF = "PID"
 
 
 def torchrun(ranks: int, *program: object) -> list[str]:
-    """A command that runs a Python program on some ranks of this machine. Start it from the main thread.
+    """Return a command that runs a Python program on some ranks of this machine. Start it from the main thread.
 
-    The kernel ends ``torchrun`` with the process that calls this, and each rank with ``torchrun``. What a rank has
-    started, such as processes that write checkpoints, ends within two seconds after it.
+    The kernel ends ``torchrun`` with the process that calls this, and each rank with ``torchrun``. Processes started by
+    a rank, such as writers of checkpoints, end within two seconds after it.
     """
     ends_with = [sys.executable, "-S", __file__]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -29,22 +29,22 @@ def torchrun(ranks: int, *program: object) -> list[str]:
 
 
 def _signal_at_end_of_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal as the thread ends that started it."""
+    """Have the kernel send this process a signal when the thread that started it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _guard_group() -> None:
-    """Start a process that ends all others of this process's group after this process."""
+    """Start a process that kills all other processes of this group after this process has ended."""
     leader = os.getpid()
     if os.fork():
         return
-    # torchrun sends the whole group SIGTERM and gives it time to end.
+    # torchrun sends SIGTERM to the whole group and gives it time to end.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     _signal_at_end_of_parent(signal.SIGUSR1)
     if os.getppid() == leader:
         signal.sigwait([signal.SIGUSR1])
-    time.sleep(1)  # for what ends without help, and tidies up
+    time.sleep(1)  # for processes that clean up and end themselves
     os.killpg(leader, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The glue of docs/trainers.md, as far as it goes without the trainers, against what the shard trains on."""
+"""Check the code of docs/trainers.md as far as possible without the trainers, against the masks of a shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sft_idx.training.adapters import AutomodelPacks, VerlDataset
 
 
 def shard_for(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Trained]:
-    """Write the shard that the block reads; what its sequences train on."""
+    """Write the shard that the block reads. Return the trained tokens of its sequences."""
     (folder / "data").mkdir()
     write_samples(folder / "data/chats", demo_samples(8))
     monkeypatch.chdir(folder)
@@ -78,7 +78,7 @@ def check_nemo_rl(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @dataclass
 class Sample:
-    """The fields of slime's class that the glue sets."""
+    """The fields of slime's class that the code sets."""
 
     index: int
     group_index: int
@@ -131,12 +131,12 @@ def check_mcore_adapter(block: Block, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def check_compiles(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that ``make test-trainers`` runs."""
+    """Check that code that ``make test-trainers`` runs compiles."""
     compile(block.text, block.place, "exec")
 
 
 def check_llamafactory(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are those that the test of LLaMA-Factory sets."""
+    """Check that the block has the same keys as the test of LLaMA-Factory."""
     assert yaml.safe_load(block.text)["neat_packing"] is True
 
 

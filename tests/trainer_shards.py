@@ -1,4 +1,4 @@
-"""A shard for the tests of other trainers, and what each of its sequences trains on, read the slow way."""
+"""A shard for the tests of other trainers, and the trained tokens of each sequence, read the slow way."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SEQ_LENGTH = 320
 
 
 class Trained(NamedTuple):
-    """One sequence: its ids, and for each of them whether it is learnt; the first never is."""
+    """One sequence: its ids, and for each id whether it is trained. The first never is."""
 
     ids: list[int]
     learnt: list[bool]
 
 
 def trained_of(prefix: Any) -> list[Trained]:
-    """Every sequence of a shard, in order."""
+    """Return every sequence of a shard, in order."""
     found = []
     for pack in Shard(prefix):
         for start, stop in pairwise(pack["seq_boundaries"].tolist()):
@@ -34,10 +34,10 @@ def trained_of(prefix: Any) -> list[Trained]:
 
 
 def make_shards(folder: Path) -> tuple[Path, Path]:
-    """A shard of chats, and a control: the same, but that each sequence is trained one token later.
+    """Write a shard of chats, and a control shard with the trained tokens of each sequence shifted by one.
 
-    The chats have system, tool and masked turns. Packs have several sequences and room for padding, and two sequences
-    of one token are among them.
+    The chats have system, tool and masked turns. Packs have several sequences and room for padding. Two sequences have
+    only one token.
     """
     rows = []
     for number in range(24):
@@ -80,6 +80,6 @@ def make_shards(folder: Path) -> tuple[Path, Path]:
 
 
 def told(trainer: str, trained: list[Trained]) -> None:
-    """Print what was compared, for ``make test-trainers``."""
+    """Print the comparison, for ``make test-trainers``."""
     tokens, learnt = sum(len(each.ids) for each in trained), sum(sum(each.learnt) for each in trained)
     print(f"{trainer}: {len(trained)} sequences, {tokens} tokens, {learnt} of them trained")

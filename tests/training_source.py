@@ -1,4 +1,4 @@
-"""A source of packs as simple as can be: the packs of shards, as stored, one shard after another."""
+"""The simplest source of packs: the packs of shards, as stored, one shard after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_sft_idx.training.sources import Segments
 
 
 class StoredRows:
-    """The packs of some shards; pickles as the shards do."""
+    """The packs of some shards. It pickles like the shards."""
 
     def __init__(self, *shards: Shard, sequence_multiple: int = 1, pad_id: int | None = None) -> None:
         self.shards = shards
@@ -52,11 +52,11 @@ class StoredRows:
         return files.tokens[:], files.loss[:]
 
     def items(self, shard: int) -> None:
-        """No images or audio."""
+        """Return None, because there are no images or audio."""
 
 
 def random_samples(count: int, capacity: int, rng: np.random.Generator, weights: bool = False) -> list[Sample]:
-    """Packs of one to five sequences; the first one is exactly full."""
+    """Return packs of one to five sequences. The first pack is exactly full."""
     packs = []
     for i in range(count):
         sizes = rng.integers(1, capacity // 5 + 1, rng.integers(1, 6)).tolist() if i else [capacity - 3, 3]
@@ -67,7 +67,7 @@ def random_samples(count: int, capacity: int, rng: np.random.Generator, weights:
 
 
 def two_shards(folder: Path, capacity: int = 40, count: int = 13) -> tuple[StoredRows, list[Sample]]:
-    """Packs in two shards of different dtypes."""
+    """Write packs to two shards of different dtypes."""
     rng = np.random.default_rng(0)
     first, second = random_samples(count, capacity, rng), random_samples(count, capacity, rng, weights=True)
     write_samples(folder / "first", first, capacity=capacity, token_dtype=np.uint16)
@@ -76,5 +76,5 @@ def two_shards(folder: Path, capacity: int = 40, count: int = 13) -> tuple[Store
 
 
 def sequences_of(sample: Sample) -> list[tuple[list[int], list[float]]]:
-    """What the slow twin takes."""
+    """Return the sequences of a sample in the form of the slow twin."""
     return [(sample.tokens[a:b], sample.label_mask[a:b]) for a, b in pairwise(sample.bounds)]

@@ -1,4 +1,4 @@
-"""Batches made the slow, obvious way, and a tiny model to train on them."""
+"""Make batches the slow, obvious way, and a tiny model to train on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # ids and label-aligned mask of one sequen
 
 
 def batch_of(rows: Sequence[Sequence[Pair]], length: int, width: int, pad_id: int = 0) -> dict[str, torch.Tensor]:
-    """Rows of sequences, end to end, as Megatron's dictionary of tensors."""
+    """Return rows of concatenated sequences as Megatron's dictionary of tensors."""
     batch: dict[str, list[list[float]]] = {
         key: [] for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
     }
@@ -42,7 +42,7 @@ def batch_of(rows: Sequence[Sequence[Pair]], length: int, width: int, pad_id: in
 
 
 def random_sequences(rng: np.random.Generator, lengths: Sequence[int], vocabulary: int) -> list[Pair]:
-    """Sequences with about half of their labels trained on, none at the end."""
+    """Return sequences with about half of their labels trained, never the last one."""
     pairs = []
     for length in lengths:
         mask = rng.integers(0, 2, length).astype(np.float32)
@@ -52,7 +52,7 @@ def random_sequences(rng: np.random.Generator, lengths: Sequence[int], vocabular
 
 
 def pretrain_script() -> ModuleType:
-    """tools/pretrain_sft.py as a module."""
+    """Import tools/pretrain_sft.py as a module."""
     import pretrain_sft
 
     return pretrain_sft
@@ -60,7 +60,7 @@ def pretrain_script() -> ModuleType:
 
 @contextlib.contextmanager
 def lone_process() -> Iterator[ModuleType]:
-    """The training script, in a process group of this process alone and with one thread."""
+    """Provide the training script in a process group of one process, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with megatron_device():

@@ -1,4 +1,4 @@
-"""What the troubleshooting tables quote, and shards for the scenes in which it is said."""
+"""Read the messages quoted in the troubleshooting tables, and make shards for the scenes that print them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Scenes = dict[str, Callable[[], str]]
 
 
 def quoted(page: str, heading: str) -> list[str]:
-    """The first cells of the table below a heading that are code from end to end."""
+    """Return the first cells of the table below a heading that consist of code only."""
     text = (ROOT / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([^`|]+)` \|", text, flags=re.MULTILINE)
 
 
 def scene(scenes: Scenes, message: str) -> str:
-    """What is read in the scene whose name the message begins with."""
+    """Run the scene with the name that the message begins with, and return its output."""
     (provoke,) = (provoke for start, provoke in scenes.items() if message.startswith(start))
     return provoke()
 
@@ -33,7 +33,7 @@ def chat(question: Any = "a", answer: str = "b") -> dict[str, Any]:
 
 @contextmanager
 def some_shards(here: Path) -> Iterator[Path]:
-    """A folder to work in: the demo's chats as a packed shard, and the corpus that it was packed from."""
+    """Provide a folder with the demo's chats as a packed shard, and the corpus from which it was packed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         assert preprocess(Path("data/chats"), "--keep-corpus").code == 0

@@ -1,4 +1,4 @@
-"""``PackWalk`` the slow way: all arrays in memory, one rule after the other, in plain Python."""
+"""``PackWalk`` in slow, plain Python: all arrays in memory, one rule after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Breach = tuple[str, int, int, int]  # rule, pack, at, expected
 
 @dataclass
 class Walked:
-    """What there is to compare."""
+    """The results to compare."""
 
     breaches: set[Breach] = field(default_factory=set)
     packs: int = 0
@@ -30,7 +30,7 @@ class Walked:
 
 @dataclass(frozen=True)
 class Arrays:
-    """A shard's arrays, of which nothing is known to be right."""
+    """A shard's arrays, unchecked."""
 
     token_offsets: list[int]
     sequence_offsets: list[int]
@@ -41,7 +41,7 @@ class Arrays:
 
 
 def slow_walk(arrays: Arrays) -> Walked:
-    """Starts and masks number as many as the shard says; offsets may be anything."""
+    """Check all packs. Starts and masks have the lengths given by the shard; offsets can be anything."""
     out = Walked()
     tokens, sequences = len(arrays.mask), len(arrays.starts)
     for i, value in enumerate(arrays.mask):

@@ -1,4 +1,4 @@
-"""What the documentation site changes in docstrings: an extension of griffe, which reads them (``mkdocs.yml``)."""
+"""An extension of griffe, which reads the docstrings for the documentation site (see ``mkdocs.yml``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 
-class Examples(griffe.Extension):
+class Examples(griffe.Extension):  # type: ignore[misc]
     """Spell the heading of examples in docstrings as griffe knows it."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

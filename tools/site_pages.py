@@ -20,12 +20,15 @@ PATTERNS = [
     "*.md",
     "LICENSE",
     "docs/*.md",
+    "docs/*.png",
     "docs/*.svg",
     "docs/site.css",
+    "examples/*",
     "megatron_sft_idx/FORMAT.md",
+    "tests/prose_words.txt",
     "tools/bench/RESULTS.md",
+    "tools/bench/results/*.svg",
 ]
-PATTERNS += ["tools/bench/results/*.svg", "tests/prose_words.txt"]
 
 
 def github_anchor(heading: str, separator: str) -> str:
@@ -65,3 +68,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Keep only the language after a fence: the words after it are for the tests."""
     return re.sub(r"^( *```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options in running text on one line: browsers would break it between the two hyphens."""
+    return re.sub(
+        r"<code>[^<]*--[^<]*</code>",
+        lambda code: re.sub(r"--[\w-]+", r'<span class="option">\g<0></span>', code[0]),
+        html,
+    )

@@ -1,4 +1,4 @@
-// The elements of JSON arrays, and character spans to token weights.
+// Bindings for elements of JSON arrays, and for token weights from character spans.
 #include <string_view>
 
 #include "bindings/common.h"
@@ -45,7 +45,7 @@ py::tuple weigh_tokens(const Array<std::uint32_t>& ids, const Array<std::int64_t
   if (ids.ndim() != 1) throw std::invalid_argument("ids must be one-dimensional");
   if (span_edges.ndim() != 2 || span_edges.shape(1) != 2) throw std::invalid_argument("span_edges must be [spans, 2]");
   if (span_weights.ndim() != 1 || span_weights.size() != span_edges.shape(0)) {
-    throw std::invalid_argument("span_weights must be one value a span");
+    throw std::invalid_argument("span_weights must have one value per span");
   }
   check_offsets(id_offsets, ids.size(), "id_offsets");
   check_offsets(text_offsets, static_cast<std::int64_t>(utf8.size()), "text_offsets");

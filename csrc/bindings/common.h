@@ -1,6 +1,6 @@
-// What the binding files share. They are the only files that know Python: each function checks shapes, releases the
-// GIL and calls a kernel. std::invalid_argument becomes ValueError. Array arguments are never converted: a wrong
-// dtype is a TypeError.
+// Shared helpers of the binding files. Only these files use Python: each function checks shapes, releases the GIL and
+// calls a kernel. std::invalid_argument becomes ValueError. Array arguments are never converted: a wrong dtype is a
+// TypeError.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -29,8 +29,8 @@ Array<T> to_array(const std::vector<T>& values) {
   return out;
 }
 
-// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
-// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
+// Requires an array that a kernel can read through a typed pointer. pybind11 has already checked the dtype. Items that
+// are not aligned, for example in a buffer that begins at an odd byte, would be undefined behaviour.
 inline bool is_plain(const py::array& array, py::ssize_t dimensions) {
   constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
   return array.ndim() == dimensions && (array.flags() & wanted) == wanted;

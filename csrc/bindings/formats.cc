@@ -1,4 +1,4 @@
-// Foreign formats.
+// Bindings for other formats.
 #include "bindings/common.h"
 #include "pickles.h"
 
@@ -30,7 +30,7 @@ std::size_t check_pickle(const Array<std::uint8_t>& data) {
 
 void bind_formats(py::module_& m) {
   m.def("parse_pickled_pairs", &parse_pickled_pairs, py::arg("data").noconvert(),
-        "A pickled list of pairs of integers, from its bytes: int64 [pairs, 2]. Anything else is a ValueError.");
+        "Parse a pickled list of pairs of integers: int64 [pairs, 2]. ValueError: the bytes are anything else.");
   m.def("check_pickle", &check_pickle, py::arg("data").noconvert(),
-        "Where the pickle in these bytes ends. ValueError: opcodes or arguments that an unpickler must not be given.");
+        "Return the end of the pickle in these bytes. ValueError: opcodes or arguments that are not safe to unpickle.");
 }

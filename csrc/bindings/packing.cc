@@ -1,4 +1,4 @@
-// Lengths to packs.
+// Bindings for packing lengths into packs.
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -18,9 +18,9 @@ std::vector<T> to_vector(const Array<T>& array, const char* name) {
 
 std::size_t length_count(const Array<std::int64_t>& lengths, std::int64_t capacity, std::int64_t multiple,
                          std::int64_t most = 1) {
-  if (most < 1) throw std::invalid_argument("the most sequences a pack must be at least 1");
+  if (most < 1) throw std::invalid_argument("the maximum number of sequences per pack must be at least 1");
   if (lengths.ndim() != 1) throw std::invalid_argument("lengths must be one-dimensional");
-  if (multiple < 1) throw std::invalid_argument("the sequence multiple is at least 1");
+  if (multiple < 1) throw std::invalid_argument("the sequence multiple must be at least 1");
   if (capacity < multiple) throw std::invalid_argument("the capacity is less than the sequence multiple");
   if (capacity > 0x7FFFFFFF) throw std::invalid_argument("the capacity is more than 2147483647");
   return static_cast<std::size_t>(lengths.size());
@@ -61,7 +61,7 @@ sft_idx::packing::Patterns make_plan(const sft_idx::packing::Problem& problem, c
   throw std::invalid_argument("no planner named " + planner);
 }
 
-// Entries cross as an int32 array [n, 2].
+// Entries are passed as an int32 array [n, 2].
 static_assert(sizeof(sft_idx::packing::Entry) == 2 * sizeof(std::int32_t));
 
 py::tuple packing_plan(const Array<std::int64_t>& sizes, const Array<std::int64_t>& counts, std::int64_t capacity,
@@ -145,13 +145,14 @@ void bind_packing(py::module_& m) {
   m.def("packing_histogram", &packing_histogram, py::arg("lengths").noconvert(), "capacity"_a, "multiple"_a,
         "Distinct sizes in units of the multiple, ascending, their counts, and the sum of the lengths.");
   m.def("packing_lower_bound", &packing_lower_bound, py::arg("sizes").noconvert(), py::arg("counts").noconvert(),
-        "capacity"_a, "most"_a, "Packs that no plan can do without.");
+        "capacity"_a, "most"_a, "Lower bound of the number of packs.");
   m.def("packing_plan", &packing_plan, py::arg("sizes").noconvert(), py::arg("counts").noconvert(), "capacity"_a,
         "most"_a, "planner"_a, "seed"_a, "most_work"_a = sft_idx::packing::kMostWork,
-        "Patterns: offsets, entries (class, times) and packs of each pattern.");
+        "Plan packs as patterns: offsets, entries (class, times) and packs of each pattern.");
   m.def("packing_hand_out", &packing_hand_out, py::arg("lengths").noconvert(), "multiple"_a,
         py::arg("sizes").noconvert(), py::arg("pattern_offsets").noconvert(), py::arg("entries").noconvert(),
-        py::arg("packs").noconvert(), "seed"_a, "Patterns to packs: CSR offsets and sequences.");
+        py::arg("packs").noconvert(), "seed"_a,
+        "Assign sequences to the packs of patterns: CSR offsets and sequences.");
   m.def("packing_first_fit_shuffle", &packing_first_fit_shuffle, py::arg("lengths").noconvert(), "capacity"_a,
         "multiple"_a, "most"_a, "seed"_a, "First fit in shuffled order: CSR offsets and sequences.");
   m.def("packing_sequential", &packing_sequential, py::arg("lengths").noconvert(), "capacity"_a, "multiple"_a,

@@ -1,4 +1,4 @@
-// Index arrays, packs on their way to disk, gathering.
+// Bindings for index arrays, staging of packs, and gathering of sequences.
 #include "bindings/common.h"
 #include "index_arrays.h"
 #include "pack_stage.h"
@@ -20,18 +20,20 @@ Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std
 }
 
 sft_idx::PackIndex pack_index_of(const py::tuple& parts) {
-  if (parts.size() != 4) throw std::invalid_argument("an index is sequence offsets, token offsets, starts, tokens");
+  if (parts.size() != 4) {
+    throw std::invalid_argument("an index must have sequence offsets, token offsets, starts and a number of tokens");
+  }
   const auto sequences = parts[0].cast<Array<std::int64_t>>(), tokens = parts[1].cast<Array<std::int64_t>>();
   const auto starts = parts[2].cast<Array<std::uint32_t>>();
   require_vector(sequences, "sequence_offsets");
   require_vector(tokens, "token_offsets");
   require_vector(starts, "starts");
-  // A cast of anything but these very arrays would be a copy, which does not live as long as its pointer here.
+  // Only these exact types: a cast of another array would be a copy that does not live as long as its pointer here.
   if (!sequences.is(parts[0]) || !tokens.is(parts[1]) || !starts.is(parts[2])) {
-    throw py::type_error("offsets are int64 and starts are uint32");
+    throw py::type_error("offsets must be int64, and starts uint32");
   }
   if (sequences.size() < 1 || sequences.size() != tokens.size()) {
-    throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
+    throw std::invalid_argument("sequence_offsets and token_offsets must have packs + 1 values each");
   }
   return {sequences.data(), tokens.data(), static_cast<std::size_t>(sequences.size() - 1),
           starts.data(),    static_cast<std::size_t>(starts.size()), parts[3].cast<std::int64_t>()};
@@ -44,7 +46,7 @@ py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shar
                         const Limits& limits) {
   require_vector(shards, "shards");
   require_vector(packs, "packs");
-  if (shards.size() != packs.size()) throw std::invalid_argument("one shard a pack");
+  if (shards.size() != packs.size()) throw std::invalid_argument("expected one shard per pack");
   std::vector<sft_idx::PackIndex> known(indexes.size());
   for (std::size_t i = 0; i < known.size(); ++i) {
     const py::object parts = indexes[i];
@@ -62,13 +64,13 @@ py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shar
                         to_array(found.lengths));
 }
 
-// ---- packs on their way to disk ----
+// ---- staging of packs ----
 
 using sft_idx::MaskType;
 using sft_idx::PackStage;
 using sft_idx::TokenType;
 
-// Called for every pack, so without the Python calls that comparing dtypes would be.
+// Called for every pack, so it avoids the Python calls of a comparison of dtypes.
 bool is_native(const py::dtype& dtype, char kind, py::ssize_t nbytes) {
   return dtype.kind() == kind && dtype.itemsize() == nbytes && (nbytes == 1 || dtype.byteorder() == '=');
 }
@@ -77,7 +79,7 @@ TokenType token_type_of(const py::dtype& dtype) {
   if (is_native(dtype, 'u', 2)) return TokenType::u16;
   if (is_native(dtype, 'i', 4)) return TokenType::i32;
   if (is_native(dtype, 'i', 8)) return TokenType::i64;
-  throw py::type_error("tokens are uint16, int32 or int64");
+  throw py::type_error("tokens must be uint16, int32 or int64");
 }
 
 MaskType mask_type_of(const py::dtype& dtype) {
@@ -85,20 +87,20 @@ MaskType mask_type_of(const py::dtype& dtype) {
   if (is_native(dtype, 'i', 8)) return MaskType::i64;
   if (is_native(dtype, 'f', 4)) return MaskType::f32;
   if (is_native(dtype, 'f', 8)) return MaskType::f64;
-  throw py::type_error("masks are bool, uint8, int64, float32 or float64");
+  throw py::type_error("masks must be bool, uint8, int64, float32 or float64");
 }
 
-// The arrays as a kernel takes them; lengths and sequences hold a value a pack.
+// Converts the arrays to kernel input; lengths and sequences have one value per pack.
 sft_idx::PackInput input_of(const py::array& tokens, const py::array& mask, const py::array& starts,
                             const std::int64_t* lengths, const std::int64_t* sequences, std::size_t packs,
                             bool token_aligned) {
   require_vector(tokens, "tokens");
   require_vector(mask, "mask");
   require_vector(starts, "starts");
-  if (!is_native(starts.dtype(), 'i', 8)) throw py::type_error("starts are int64");
+  if (!is_native(starts.dtype(), 'i', 8)) throw py::type_error("starts must be int64");
   if (mask.size() != tokens.size()) {
     throw std::invalid_argument(std::to_string(mask.size()) + " loss mask values for " +
-                                std::to_string(tokens.size()) + " tokens; there is one a token");
+                                std::to_string(tokens.size()) + " tokens, expected one per token");
   }
   return {tokens.data(),
           token_type_of(tokens.dtype()),
@@ -118,7 +120,9 @@ sft_idx::PackInput input_of(const py::array& tokens, const py::array& mask, cons
                             bool token_aligned) {
   require_vector(lengths, "lengths");
   require_vector(sequences, "sequences");
-  if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
+  if (lengths.size() != sequences.size()) {
+    throw std::invalid_argument("expected one length and one sequence count per pack");
+  }
   return input_of(tokens, mask, starts, lengths.data(), sequences.data(), static_cast<std::size_t>(lengths.size()),
                   token_aligned);
 }
@@ -142,7 +146,7 @@ void stage_count(PackStage& stage, const py::array& tokens, const py::array& mas
                  const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences) {
   const auto input = input_of(tokens, mask, starts, lengths, sequences, false);
   if (input.token_type != stage.token_type() || input.mask_type != stage.mask_type()) {
-    throw py::type_error("tokens and masks are counted in the dtypes of the stage");
+    throw py::type_error("tokens and masks must have the dtypes of the stage");
   }
   py::gil_scoped_release unlocked;
   stage.count(input);
@@ -162,7 +166,7 @@ py::object first_breach(const py::array& tokens, const py::array& mask, const py
   return py::make_tuple(to_tuple(*breach), in_words(*breach, rules));
 }
 
-// A view of staged bytes; it is good until the stage is added to or cleared.
+// A view of staged bytes; valid until the stage is extended or cleared.
 template <typename T, typename Allocator>
 py::memoryview staged(const std::vector<T, Allocator>& data) {
   return py::memoryview::from_memory(data.data(), static_cast<py::ssize_t>(data.size() * sizeof(T)));
@@ -172,9 +176,9 @@ void bind_stage(py::module_& m) {
   m.def("first_breach", &first_breach, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
         py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(),
         "token_aligned"_a, "capacity"_a, "token_dtype"_a, "mask_dtype"_a,
-        "The first rule that packs break, on their way to these dtypes, as (rule, pack, position, found, expected) and"
-        " in words; None where they keep all.");
-  py::class_<PackStage>(m, "PackStage", "Packs on their way to disk: checked and copied into the form that is written.")
+        "The first rule that packs break when stored in these dtypes, as (rule, pack, position, found, expected) and as"
+        " text; None if they break none.");
+  py::class_<PackStage>(m, "PackStage", "Checks packs and copies them into the form in which they are written.")
       .def(py::init([](const py::dtype& tokens, const py::dtype& mask, std::int64_t capacity, std::int64_t multiple,
                        std::size_t room, std::int64_t vocab_size) {
              return PackStage(token_type_of(tokens), mask_type_of(mask), capacity, multiple, room, vocab_size);
@@ -183,7 +187,7 @@ void bind_stage(py::module_& m) {
       .def("add", &stage_add, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
       .def("add_one", &stage_add_one, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
-           py::arg("starts").noconvert(), "token_aligned"_a, "add() for one pack, which is all of the arrays.")
+           py::arg("starts").noconvert(), "token_aligned"_a, "add() for one pack, which is the whole of the arrays.")
       .def("count", &stage_count, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert())
       .def("clear", &PackStage::clear)
@@ -213,7 +217,7 @@ void gather_sequences(const Array<T>& source, const Array<std::int64_t>& starts,
   require_vector(places, "places");
   require_vector(out, "out");
   if (starts.size() != lengths.size() || starts.size() != places.size()) {
-    throw std::invalid_argument("one start, one length and one place a sequence");
+    throw std::invalid_argument("expected one start, one length and one place per sequence");
   }
   const void* from = source.data();
   void* to = out.mutable_data();
@@ -228,7 +232,7 @@ template <typename T>
 void bind_gather(py::module_& m) {
   m.def("gather_sequences", &gather_sequences<T>, py::arg("source").noconvert(), py::arg("starts").noconvert(),
         py::arg("lengths").noconvert(), py::arg("places").noconvert(), py::arg("out").noconvert(),
-        "Copy lengths[s] items of source from starts[s] on to out from places[s] on, for each sequence s.");
+        "For each sequence s, copy lengths[s] items from source[starts[s]] on to out[places[s]] on.");
 }
 
 Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets,
@@ -237,7 +241,7 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
   require_vector(token_offsets, "token_offsets");
   require_vector(starts, "starts");
   if (sequence_offsets.size() < 1 || sequence_offsets.size() != token_offsets.size()) {
-    throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
+    throw std::invalid_argument("sequence_offsets and token_offsets must have packs + 1 values each");
   }
   const auto packs = static_cast<std::size_t>(sequence_offsets.size() - 1);
   if (sequence_offsets.data()[packs] != starts.size()) throw std::invalid_argument("starts do not match the offsets");
@@ -266,5 +270,5 @@ void bind_shard(py::module_& m) {
   bind_gather<float>(m);
   m.def("absolute_offsets", &absolute_offsets, py::arg("sequence_offsets").noconvert(),
         py::arg("token_offsets").noconvert(), py::arg("starts").noconvert(),
-        "Where each sequence of a shard begins, in tokens from the shard's first, and the token count: int64 [n + 1].");
+        "The start of each sequence among all tokens of a shard, and the number of tokens: int64 [n + 1].");
 }

@@ -1,4 +1,4 @@
-// Files that are opened for each read.
+// Bindings for files that are opened for each read.
 #include <cerrno>
 
 #include "bindings/common.h"
@@ -9,7 +9,7 @@ namespace {
 
 using sft_idx::StampedFile;
 
-// An OSError with the path, of the subclass that goes with its number.
+// Raises an OSError with the path, of the subclass for its errno.
 void translate(std::exception_ptr raised) {
   try {
     if (raised) std::rethrow_exception(raised);
@@ -22,17 +22,19 @@ void translate(std::exception_ptr raised) {
 
 StampedFile look_at(const py::bytes& name) {
   std::string path = name;
-  if (path.find('\0') != std::string::npos) throw std::invalid_argument("a path holds no zero byte");
+  if (path.find('\0') != std::string::npos) throw std::invalid_argument("a path must not contain a zero byte");
   return StampedFile(std::move(path));
 }
 
-// The tuple keeps the files alive: unlike a list it is the same when the call ends.
+// The tuple keeps the files alive. Unlike a list, it cannot change during the call.
 std::vector<sft_idx::FileRange> ranges_of(const py::tuple& files, const Array<std::int64_t>& offsets,
                                           const Array<std::int64_t>& nbytes) {
   require_vector(offsets, "offsets");
   require_vector(nbytes, "nbytes");
   const auto count = static_cast<py::ssize_t>(files.size());
-  if (offsets.size() != count || nbytes.size() != count) throw std::invalid_argument("one offset and one size a file");
+  if (offsets.size() != count || nbytes.size() != count) {
+    throw std::invalid_argument("expected one offset and one size per file");
+  }
   std::vector<sft_idx::FileRange> ranges;
   ranges.reserve(files.size());
   for (py::ssize_t i = 0; i < count; ++i) {
@@ -78,16 +80,16 @@ std::int64_t resident_nbytes(const py::array& array) {
 
 void bind_storage(py::module_& m) {
   py::register_local_exception_translator(&translate);
-  py::class_<StampedFile>(m, "StampedFile", "A file as it was when it was looked at, opened anew for each read.")
+  py::class_<StampedFile>(m, "StampedFile", "A file with its identity at construction, opened again for each read.")
       .def(py::init(&look_at), "path"_a)
       .def_property_readonly("nbytes", &StampedFile::nbytes)
       .def("read", &read_into, "offset"_a, py::arg("out").noconvert(),
-           "Fill out from byte offset on; False where the file is no longer the one that was looked at.");
+           "Fill out with bytes from offset on; False if the file was replaced or changed since construction.");
   m.def("read_ranges", &read_ranges, "files"_a, py::arg("offsets").noconvert(), py::arg("nbytes").noconvert(),
         py::arg("out").noconvert(),
-        "Read a range of each StampedFile, end to end, into out: how many were read before one that has changed.");
+        "Read one range of each StampedFile into out, concatenated; return how many were read before a changed file.");
   m.def("advise_ranges", &advise_ranges, "files"_a, py::arg("offsets").noconvert(), py::arg("nbytes").noconvert(),
-        "Ask the kernel to read ranges of StampedFiles in advance: how many it took the advice for.");
+        "Ask the kernel to read ranges of StampedFiles in advance; return the number of accepted ranges.");
   m.def("resident_nbytes", &resident_nbytes, py::arg("array").noconvert(),
-        "Bytes of an array over a map, from the map's beginning on, that are in the page cache.");
+        "Number of bytes of an array over a memory map, from its beginning on, that are in the page cache.");
 }

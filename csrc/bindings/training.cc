@@ -1,4 +1,4 @@
-// Micro-batches, and advice to the kernel about what they will read.
+// Bindings for micro-batches, and for advice to the kernel about the pages that they will read.
 #include "batch.h"
 #include "bindings/common.h"
 #include "page_advice.h"
@@ -8,7 +8,7 @@ namespace {
 using Ints = Array<std::int32_t>;
 using Longs = Array<std::int64_t>;
 
-// ---- what is read ----
+// ---- reading ----
 
 bool has_dtype(const py::array& array, char kind, py::ssize_t itemsize) {
   const py::dtype dtype = array.dtype();
@@ -20,16 +20,16 @@ sft_idx::ShardView view_of(const py::array& tokens, const py::array& loss) {
   require_vector(loss, "loss masks");
   if (tokens.size() != loss.size()) {
     throw std::invalid_argument(std::to_string(loss.size()) + " loss mask values for " + std::to_string(tokens.size()) +
-                                " tokens; there is one a token");
+                                " tokens, expected one per token");
   }
   const bool u16 = has_dtype(tokens, 'u', 2), u8 = has_dtype(loss, 'u', 1);
-  if (!u16 && !has_dtype(tokens, 'i', 4)) throw py::type_error("tokens are uint16 or int32");
-  if (!u8 && !has_dtype(loss, 'f', 4)) throw py::type_error("loss masks are uint8 or float32");
+  if (!u16 && !has_dtype(tokens, 'i', 4)) throw py::type_error("tokens must be uint16 or int32");
+  if (!u8 && !has_dtype(loss, 'f', 4)) throw py::type_error("loss masks must be uint8 or float32");
   return {tokens.data(), loss.data(), tokens.size(), u16 ? sft_idx::IdType::u16 : sft_idx::IdType::i32,
           u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
 }
 
-// The shards a batch is made from. Holds their arrays, as another thread may change the list meanwhile.
+// The shards of a batch. Keeps their arrays alive, because another thread may change the list during the call.
 struct Shards {
   std::vector<py::array> arrays;
   std::vector<sft_idx::ShardView> views;
@@ -42,7 +42,7 @@ struct Shards {
       }
       const auto pair = py::cast<py::tuple>(item);
       if (pair.size() < 2 || !py::isinstance<py::array>(pair[0]) || !py::isinstance<py::array>(pair[1])) {
-        throw py::type_error("a shard begins with a pair of arrays, tokens and loss masks, or is None");
+        throw py::type_error("a shard must be None, or begin with a pair of arrays, tokens and loss masks");
       }
       arrays.push_back(py::reinterpret_borrow<py::array>(pair[0]));
       arrays.push_back(py::reinterpret_borrow<py::array>(pair[1]));
@@ -57,13 +57,13 @@ sft_idx::SegmentTable table_of(const Longs& offsets, const Ints& shards, const L
   require_vector(starts, "starts");
   require_vector(lengths, "lengths");
   if (offsets.size() < 1 || shards.size() != starts.size() || starts.size() != lengths.size()) {
-    throw std::invalid_argument("segments: rows + 1 offsets, and a shard, start and length each");
+    throw std::invalid_argument("segments need rows + 1 offsets, and one shard, start and length per segment");
   }
   return {offsets.data(), static_cast<std::size_t>(offsets.size() - 1), shards.data(), starts.data(), lengths.data(),
           static_cast<std::size_t>(starts.size())};
 }
 
-// ---- what is written ----
+// ---- writing ----
 
 void require_matrix(const py::array& array, std::size_t rows, py::ssize_t columns, const char* name) {
   if (!is_plain(array, 2) || array.shape(0) != static_cast<py::ssize_t>(rows) || array.shape(1) != columns) {
@@ -77,25 +77,29 @@ py::ssize_t columns_of(const py::array& array, const char* name) {
   return array.shape(1);
 }
 
-// A column is a tuple: what has a row (1 token, 2 sequence, 3 pack), bytes of a row, the rows of each shard, which of
-// these the rows of each segment (or pack) lie in and the first of them, and the output. Tuples stay as they are.
+// A column is a tuple, because tuples cannot change during the call: what has a row (1 token, 2 sequence, 3 pack), the
+// bytes of a row, the rows of each shard, the shard and the first row of each segment (or pack), and the output.
 sft_idx::BatchColumn column_of(const py::handle given, const sft_idx::SegmentTable& table, py::ssize_t seq_length,
                                py::ssize_t width) {
-  if (!py::isinstance<py::tuple>(given)) throw py::type_error("a column is a tuple");
+  if (!py::isinstance<py::tuple>(given)) throw py::type_error("a column must be a tuple");
   auto [per, nbytes, shards, slots, starts, out] =
       given.cast<std::tuple<int, py::ssize_t, py::tuple, py::array, py::array, py::array>>();
-  if (per < 1 || per > 3 || nbytes < 1) throw std::invalid_argument("columns: 1, 2 or 3, and rows of a byte or more");
-  if (!has_dtype(slots, 'i', 4) || !has_dtype(starts, 'i', 8)) throw py::type_error("columns: int32 and int64 places");
+  if (per < 1 || per > 3 || nbytes < 1) {
+    throw std::invalid_argument("columns: per must be 1, 2 or 3, and rows need at least one byte");
+  }
+  if (!has_dtype(slots, 'i', 4) || !has_dtype(starts, 'i', 8)) {
+    throw py::type_error("columns: shards must be int32, and first rows int64");
+  }
   require_vector(slots, "slots");
   require_vector(starts, "starts");
   const auto entries = static_cast<py::ssize_t>(per == 3 ? table.rows : table.segments);
   if (slots.size() != entries || starts.size() != entries) {
-    throw std::invalid_argument("columns: a shard and a first row for each segment, or for each pack");
+    throw std::invalid_argument("columns need one shard and one first row per segment or pack");
   }
   const py::ssize_t a_row = per == 1 ? seq_length : per == 2 ? width - 1 : 1;
   if (!(out.flags() & py::array::c_style) || out.nbytes() / nbytes != static_cast<py::ssize_t>(table.rows) * a_row ||
       out.nbytes() % nbytes != 0) {
-    throw std::invalid_argument("columns: an output is contiguous, and has the rows that the batch gives it");
+    throw std::invalid_argument("columns: an output must be contiguous, with the number of rows of the batch");
   }
   sft_idx::BatchColumn column{static_cast<sft_idx::Per>(per), static_cast<std::size_t>(nbytes), {},
                               static_cast<const std::int32_t*>(slots.data()),
@@ -103,7 +107,7 @@ sft_idx::BatchColumn column_of(const py::handle given, const sft_idx::SegmentTab
   for (const py::handle item : shards) {
     const auto rows = item.cast<py::array>();
     if (!(rows.flags() & py::array::c_style) || rows.nbytes() % nbytes != 0) {
-      throw std::invalid_argument("columns: the rows of a shard are contiguous, and whole ones");
+      throw std::invalid_argument("columns: the rows of a shard must be contiguous and complete");
     }
     column.shards.push_back({rows.data(), rows.nbytes() / nbytes});
   }
@@ -117,9 +121,9 @@ void assemble(const py::list& shards, const Longs& offsets, const Ints& segment_
   const Shards from(shards);
   const auto table = table_of(offsets, segment_shards, starts, lengths);
   const bool wide = labels.has_value(), u8 = !wide && has_dtype(loss_mask, 'u', 1);
-  if (wide != position_ids.has_value()) throw std::invalid_argument("labels go with position_ids");
-  if (!has_dtype(tokens, 'i', wide ? 8 : 4)) throw py::type_error("tokens are int64 beside labels, else int32");
-  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks are float32, or uint8 without labels");
+  if (wide != position_ids.has_value()) throw std::invalid_argument("labels and position_ids must be given together");
+  if (!has_dtype(tokens, 'i', wide ? 8 : 4)) throw py::type_error("tokens must be int64 with labels, otherwise int32");
+  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks must be float32, or uint8 without labels");
   const py::ssize_t seq_length = columns_of(tokens, "tokens");
   require_matrix(tokens, table.rows, seq_length, "tokens");
   if (wide) require_matrix(*labels, table.rows, seq_length, "labels");
@@ -128,10 +132,12 @@ void assemble(const py::list& shards, const Longs& offsets, const Ints& segment_
   const py::ssize_t width = columns_of(cu_seqlens, "cu_seqlens");
   require_matrix(cu_seqlens, table.rows, width, "cu_seqlens");
   require_vector(max_seqlen, "max_seqlen");
-  if (static_cast<std::size_t>(max_seqlen.size()) != table.rows) throw std::invalid_argument("one max_seqlen a row");
+  if (static_cast<std::size_t>(max_seqlen.size()) != table.rows) {
+    throw std::invalid_argument("expected one max_seqlen per row");
+  }
   auto& padded = cu_seqlens_padded;
   if (padded.has_value() != (multiple > 1)) {
-    throw std::invalid_argument("cu_seqlens_padded go with a sequence multiple above 1, and with no other");
+    throw std::invalid_argument("cu_seqlens_padded must be given if and only if the sequence multiple is above 1");
   }
   if (padded) require_matrix(*padded, table.rows, width, "cu_seqlens_padded");
   const sft_idx::BoundariesOut bounds{cu_seqlens.mutable_data(), padded ? padded->mutable_data() : nullptr,
@@ -152,7 +158,7 @@ std::int64_t will_need(const py::array& array, const Longs& starts, const Longs&
   require_vector(array, "array");
   require_vector(starts, "starts");
   require_vector(stops, "stops");
-  if (starts.size() != stops.size()) throw std::invalid_argument("one start and one stop a range");
+  if (starts.size() != stops.size()) throw std::invalid_argument("expected one start and one stop per range");
   const void* data = array.data();
   const auto count = static_cast<std::size_t>(array.size()), ranges = static_cast<std::size_t>(starts.size());
   const auto item_nbytes = static_cast<std::size_t>(array.itemsize());
@@ -169,7 +175,8 @@ void bind_training(py::module_& m) {
         py::arg("tokens").noconvert(), py::arg("labels").noconvert(), py::arg("position_ids").noconvert(),
         py::arg("loss_mask").noconvert(), py::arg("cu_seqlens").noconvert(), py::arg("cu_seqlens_padded").noconvert(),
         py::arg("max_seqlen").noconvert(), "columns"_a = py::tuple(),
-        "Assemble a micro-batch in the widths that Megatron takes, or, without labels, int32 ids and masks alone.");
+        "Assemble a micro-batch in the dtypes of Megatron, or, without labels, only int32 ids and masks.");
   m.def("will_need", &will_need, py::arg("array").noconvert(), py::arg("starts").noconvert(),
-        py::arg("stops").noconvert(), "Ask the kernel to read items [start, stop) of an array over a map in advance.");
+        py::arg("stops").noconvert(),
+        "Ask the kernel to read items [start, stop) of an array over a memory map in advance.");
 }

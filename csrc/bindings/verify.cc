@@ -1,4 +1,4 @@
-// A shard's files held against the rules, and what is counted and compared in them.
+// Bindings for checking a shard's files against the rules, and for counts and hashes of runs.
 #include "verify.h"
 
 #include "bindings/common.h"
@@ -14,7 +14,7 @@ void walk_packs(PackWalk& walk, const Array<std::int64_t>& token_offsets, const 
   require_vector(sequence_offsets, "sequence_offsets");
   const auto given = static_cast<std::size_t>(token_offsets.size());
   if (token_offsets.size() != sequence_offsets.size() || given <= count || given > count + 2) {
-    throw std::invalid_argument("offsets hold count + 1 values each, or count + 2 where more packs follow");
+    throw std::invalid_argument("each array of offsets must have count + 1 values, or count + 2 if more packs follow");
   }
   const auto *tokens = token_offsets.data(), *sequences = sequence_offsets.data();
   py::gil_scoped_release unlocked;
@@ -44,12 +44,12 @@ py::list breaches_of(const PackWalk& walk) {
   return out;
 }
 
-// Runs of `values`, each made one number by `kernel`.
+// Reduces each run of `values` to one number with `kernel`.
 template <typename Out, typename Value, typename Kernel>
 Array<Out> by_run(const Array<Value>& values, const Array<std::int64_t>& bounds, Kernel kernel) {
   require_vector(values, "values");
   require_vector(bounds, "bounds");
-  if (!bounds.size()) throw std::invalid_argument("bounds hold one value more than there are runs");
+  if (!bounds.size()) throw std::invalid_argument("bounds must have one value more than there are runs");
   Array<Out> out(bounds.size() - 1);
   const auto* in = values.data();
   const auto size = static_cast<std::size_t>(values.size()), runs = static_cast<std::size_t>(out.size());
@@ -73,13 +73,13 @@ Array<std::uint64_t> hash_runs(const Array<Value>& values, const Array<std::int6
 template <typename Value>
 void bind_hash_runs(py::module_& m) {
   m.def("hash_runs", &hash_runs<Value>, py::arg("values").noconvert(), py::arg("bounds").noconvert(),
-        "A hash of each run's values, the same whatever their dtype: uint64 [runs].");
+        "Hash the values of each run, independently of their dtype: uint64 [runs].");
 }
 
 }  // namespace
 
 void bind_verify(py::module_& m) {
-  py::class_<PackWalk>(m, "PackWalk", "The packs of one shard, held against the rules while their arrays stream by.")
+  py::class_<PackWalk>(m, "PackWalk", "Checks the packs of one shard against the rules while their arrays are read.")
       .def(py::init([](std::int64_t sequences, std::int64_t tokens, std::int64_t capacity, std::int64_t multiple,
                        std::size_t most) {
              return PackWalk({sequences, tokens, capacity, multiple, most});
@@ -102,7 +102,7 @@ void bind_verify(py::module_& m) {
       .def_property_readonly("most_sequences", [](const PackWalk& w) { return w.totals().sizes.most_sequences; });
   m.def("count_positive", &count_positive<std::uint8_t>, py::arg("values").noconvert(), py::arg("bounds").noconvert());
   m.def("count_positive", &count_positive<float>, py::arg("values").noconvert(), py::arg("bounds").noconvert(),
-        "How many values of each run, between neighbouring bounds, are above zero: int64 [runs].");
+        "Count the values above zero in each run, between adjacent bounds: int64 [runs].");
   bind_hash_runs<std::uint16_t>(m);
   bind_hash_runs<std::int32_t>(m);
   bind_hash_runs<std::uint8_t>(m);

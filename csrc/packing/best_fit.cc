@@ -21,7 +21,8 @@ class BestFit {
   }
 
  private:
-  // One class: all packs of the best free space at once, split where fewer sequences are left than they could take.
+  // Packs one class: all packs with the best free space at once, split if fewer sequences are left than they could
+  // take.
   void place(std::size_t c) {
     const std::int64_t size = problem_.sizes[c];
     std::int64_t left = problem_.counts[c];
@@ -34,7 +35,7 @@ class BestFit {
       const std::int64_t part = full < group.packs ? left - full * times : 0;
       const std::int64_t rest = group.packs - full - (part > 0 ? 1 : 0);
       left -= full * times + part;
-      std::int32_t slot = id;  // the first piece keeps the group's number, the others get new ones
+      std::int32_t slot = id;  // the first piece keeps the number of the group, the others get new numbers
       if (rest > 0) keep(slot, {rest, group.free, group.sequences, group.link});
       if (part > 0) keep(slot, grown(group, 1, part, size, static_cast<std::int32_t>(c), contents_));
       if (full > 0) keep(slot, grown(group, full, times, size, static_cast<std::int32_t>(c), contents_));
@@ -52,7 +53,7 @@ class BestFit {
     if (left % times > 0) keep(slot, grown(empty, 1, left % times, size, size_class, contents_));
   }
 
-  // Stores a group and, where it can still take something, makes its free space known.
+  // Stores a group, and its free space if it can still take sequences.
   void keep(std::int32_t& slot, const Group& group) {
     if (slot == kNew) {
       slot = static_cast<std::int32_t>(groups_.size());

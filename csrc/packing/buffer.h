@@ -1,4 +1,4 @@
-// Scratch memory for as many values as there are sequences.
+// Scratch memory with one value per sequence.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace sft_idx::packing {
 
-// Uninitialised, and on huge pages where the system has them: such arrays are written once, out of order, so that
-// zeroing them and faulting in 4 KiB at a time would cost more than the work done on them.
+// Uninitialised, and on huge pages if the system has them. These arrays are written once, out of order, so zeroing
+// them and page faults for every 4 KiB would cost more than the work done on them.
 template <typename T>
 class Buffer {
  public:
@@ -22,12 +22,12 @@ class Buffer {
   explicit Buffer(std::size_t count) : count_(count) {
     std::size_t bytes = count * sizeof(T);
     if (bytes < kHugePage) {
-      data_ = static_cast<T*>(std::malloc(bytes + 1));  // never a size of zero, which may give null
+      data_ = static_cast<T*>(std::malloc(bytes + 1));  // never a size of zero, for which malloc may return null
     } else {
       bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
       data_ = static_cast<T*>(std::aligned_alloc(kHugePage, bytes));
 #if defined(__linux__)
-      if (data_ != nullptr) madvise(data_, bytes, MADV_HUGEPAGE);  // advice: nothing is lost where it is refused
+      if (data_ != nullptr) madvise(data_, bytes, MADV_HUGEPAGE);  // only advice, so a refusal does not matter
 #endif
     }
     if (data_ == nullptr) throw std::bad_alloc();

@@ -11,12 +11,12 @@
 namespace sft_idx::packing {
 namespace {
 
-// A pattern found is used for all the packs that its scarcest class allows, or for half of them where classes are few
-// and using one up early narrows the choice.
+// A pattern is used for all packs that its scarcest class allows, or for half of them if there are few classes, because
+// using up a class early reduces the choice.
 constexpr std::size_t kFewClasses = 1000;
 constexpr std::uint64_t kDrawSteps = 16;
 constexpr int kTries = 4;           // draws for each number of sequences
-constexpr std::int64_t kNear = 24;  // how much may be left free where nothing fits exactly, tried in order
+constexpr std::int64_t kNear = 24;  // maximum free space to try, in order, if nothing fits exactly
 
 class ExactFill {
  public:
@@ -75,7 +75,7 @@ class ExactFill {
     while (picked_.size() > count) unpick();
   }
 
-  // The room that is left, exactly, with one or two sequences; from where to look among the pairs.
+  // Fills the remaining room exactly with one or two sequences. The search for pairs begins at a given size.
   bool finish(std::int64_t room, std::int64_t from) {
     if (seats() < 2) return false;
     return pair(room, from, room / 2) || (from > 1 && pair(room, 1, from - 1));
@@ -85,13 +85,13 @@ class ExactFill {
     const std::int32_t low = set_.pair(sum, from);
     if (low < 0 || size(low) > to) return false;
     const std::int32_t high = set_.exactly(sum - size(low));
-    if (low == high && available(low) < 2) return false;  // sum / 2 is the last pair there is
+    if (low == high && available(low) < 2) return false;  // sum / 2 is the last possible pair
     pick(high);
     pick(low);
     return true;
   }
 
-  // One sequence drawn in proportion to what is left, among those of at most this size.
+  // Draws one sequence of at most this size, in proportion to the remaining counts.
   std::int32_t draw(std::int64_t limit) {
     steps_ += kDrawSteps;
     const std::int64_t total = tree_.before(set_.rank(limit));
@@ -100,7 +100,7 @@ class ExactFill {
     return available(c) > 0 ? c : -1;
   }
 
-  // Draws all but the last two of `count` sequences; more where two could not fill the room.
+  // Draws all but the last two of `count` sequences, and more if two cannot fill the room.
   bool draw_all_but_two(std::int64_t count) {
     for (std::int64_t behind = count - 1; behind >= 2 || room_ > 2 * size(largest_); --behind) {
       if (seats() <= 2) return false;
@@ -124,14 +124,14 @@ class ExactFill {
     return false;
   }
 
-  // Pairs are looked for from a drawn size on, so that they too come in proportion to what is left.
+  // The search for pairs begins at a drawn size, so that pairs are also found in proportion to the remaining counts.
   std::int64_t pair_start() {
     const std::int32_t c = draw(room_ - size(smallest_));
     return c < 0 ? 1 : std::min(size(c), room_ - size(c));
   }
 
-  // How many more sequences give this pack the average size of those left, or a little more: what is saved in small
-  // sequences fills the last packs, where without it (31 / 32) up to 1.5% is lost on triples that fill a pack exactly.
+  // How many more sequences give this pack the average size of the remaining sequences, or slightly more. This saves
+  // small sequences for the last packs. Without it (31 / 32), triples that fill a pack exactly lose up to 1.5%.
   std::int64_t average_count() const {
     const Wide count = static_cast<Wide>(tree_.total()) * problem_.capacity * 31 / 32 / volume_;
     return std::max<std::int64_t>(1, static_cast<std::int64_t>(std::min<Wide>(count, problem_.most)) - 1);
@@ -156,7 +156,7 @@ class ExactFill {
     fill_nearly(average);
   }
 
-  // Nothing fits exactly: the fullest of first fit, and a drawn beginning with a nearly exact pair.
+  // Nothing fits exactly: use the fuller of first fit, and drawn sequences with a nearly exact pair.
   void fill_nearly(std::int64_t average) {
     const std::size_t base = picked_.size();
     first_fit();
@@ -183,7 +183,7 @@ class ExactFill {
     }
   }
 
-  // Uses the pattern for a share of the packs it allows, and takes its sequences from what is left.
+  // Uses the pattern for a share of the packs it allows, and removes its sequences from the remaining counts.
   void apply() {
     std::sort(picked_.begin(), picked_.end(), std::greater<>());
     std::int64_t packs = std::int64_t{1} << 62;
@@ -212,7 +212,7 @@ class ExactFill {
     picked_.clear();
   }
 
-  // What is left when the work is spent.
+  // Packs the remaining sequences when the work limit is reached.
   void pack_rest() {
     Problem rest{{}, {}, problem_.capacity, problem_.most};
     std::vector<std::int32_t> classes;
@@ -234,12 +234,12 @@ class ExactFill {
   const Problem& problem_;
   const Mix mix_;
   const std::uint64_t most_work_;
-  std::uint64_t steps_ = 0;  // beside those of set_
+  std::uint64_t steps_ = 0;  // in addition to the steps of set_
   Random random_;
-  std::vector<std::int64_t> left_;  // by class, the pattern at hand not yet taken off
-  std::vector<std::int64_t> used_;  // by class, in the pattern at hand
+  std::vector<std::int64_t> left_;  // remaining count by class, before the current pattern is subtracted
+  std::vector<std::int64_t> used_;  // by class, in the current pattern
   Fenwick tree_;                    // running sums of left_
-  SizeSet set_;                     // classes of which left_ - used_ > 0
+  SizeSet set_;                     // classes with left_ - used_ > 0
   Wide volume_ = 0;                 // sum of left_ x sizes
   std::int32_t largest_ = static_cast<std::int32_t>(problem_.classes()) - 1;
   std::int32_t smallest_ = 0;

@@ -1,4 +1,4 @@
-// Running sums that stay true while their terms change.
+// Running sums with terms that can change.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ class Fenwick {
     return sum;
   }
 
-  // The term in which the running sum passes `value`, 0 <= value < total().
+  // The term at which the running sum exceeds `value`, 0 <= value < total().
   std::int32_t find(std::int64_t value) const {
     std::size_t at = 0;
     for (std::size_t step = top_; step > 0; step /= 2) {

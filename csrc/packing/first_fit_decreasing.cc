@@ -7,8 +7,9 @@
 namespace sft_idx::packing {
 namespace {
 
-// Runs of like packs in the order they were opened, in blocks that know their largest free space: finding the first
-// run that holds a size and inserting the pieces of a split run both cost about the square root of their number.
+// Runs of equal packs in the order in which they were opened, in blocks that store their largest free space. Finding
+// the first run with room for a size, and inserting the pieces of a split run, cost about the square root of the
+// number.
 class FirstFit {
  public:
   explicit FirstFit(const Problem& problem) : problem_(problem) {}
@@ -45,7 +46,7 @@ class FirstFit {
     last.largest = largest(last);
   }
 
-  // Offers the class to every run of the block in order; what is left is returned.
+  // Offers the class to every run of the block in order. Returns the remaining count.
   std::int64_t fill(Block& block, std::size_t c, std::int64_t left) {
     std::vector<Group> before;
     before.swap(block.runs);
@@ -61,7 +62,7 @@ class FirstFit {
     return left;
   }
 
-  // The run's packs in order take what they can: some full, one in part, the rest nothing.
+  // The packs of the run take sequences in order: some become full, one takes a part, the others none.
   std::int64_t take(const Group& run, std::size_t c, std::int64_t left, Block& block) {
     const std::int64_t size = problem_.sizes[c];
     const auto size_class = static_cast<std::int32_t>(c);
@@ -75,7 +76,7 @@ class FirstFit {
     return left - full * times - part;
   }
 
-  // A pack that can take nothing more is done: it leaves the blocks, so that they stay short.
+  // A pack that can take no more sequences is removed from the blocks, so that they stay short.
   void keep(const Group& run, Block& block) {
     if (run.free >= problem_.sizes.front() && run.sequences < problem_.most) {
       block.runs.push_back(run);

@@ -9,17 +9,17 @@
 namespace sft_idx::packing {
 namespace {
 
-// The free space of every pack under a tree of maxima, 16 children a node: the first pack with enough room is found
-// from the top, 16 comparisons (one or two vector instructions) a level.
+// The free space of every pack, in a tree of maxima with 16 children per node. The first pack with enough room is found
+// from the root, with 16 comparisons (one or two vector instructions) per level.
 class FreeTree {
  public:
-  // The first pack with at least `size` free; packs() where there is none.
+  // The first pack with at least `size` free; packs() if there is none.
   std::size_t first(std::int32_t size) const {
     std::size_t at = 0;
     for (std::size_t level = levels_.size(); level-- > 0;) {
       const auto& nodes = levels_[level];
       while (at < nodes.size() && nodes[at] < size) ++at;
-      if (at == nodes.size()) return packs();  // only at the top: below it a child is known to be there
+      if (at == nodes.size()) return packs();  // only at the root: below it, a child always has room
       if (level > 0) at *= kFan;
     }
     return at;
@@ -62,7 +62,7 @@ class FreeTree {
   std::vector<std::vector<std::int32_t>> levels_{1};
 };
 
-// Sorts sequences by their pack, packs renumbered by `place`; inside a pack the order of `order` stays.
+// Sorts sequences by pack, with packs renumbered by `place`. The order within a pack is that in `order`.
 std::vector<std::int64_t> group(const std::vector<std::int64_t>& order, const std::vector<std::int64_t>& pack_of,
                                 const std::vector<std::int64_t>& place, std::int64_t* sequences) {
   auto placed = [&](std::int64_t pack) { return static_cast<std::size_t>(place[static_cast<std::size_t>(pack)]); };
@@ -102,7 +102,7 @@ std::vector<std::int64_t> first_fit_shuffle(const std::int64_t* lengths, std::si
       tree.open(static_cast<std::int32_t>(units));
       held.push_back(0);
     }
-    // A pack at the cap has no room for anything.
+    // A pack with the maximum number of sequences has no room.
     tree.set(pack, ++held[pack] == most ? 0 : tree.free(pack) - size);
     pack_of[i] = static_cast<std::int64_t>(pack);
   }

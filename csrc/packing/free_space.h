@@ -1,4 +1,4 @@
-// Two ways to find the smallest free space that is at least so large.
+// Two ways to find the smallest free space of at least a given size.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace sft_idx::packing {
 
-// Stacks of group numbers by free space, over a bitset of 64-ary levels: a bit is set where the 64 below hold one.
-// Finding the next space costs two words a level, five levels for any capacity under 2^30.
+// Stacks of group numbers by free space, over a bitset of 64-ary levels: a bit is set if one of the 64 bits below is
+// set. Finding the next space reads two words per level; any capacity under 2^30 has five levels.
 class DenseSpaces {
  public:
   explicit DenseSpaces(std::int64_t capacity) : heads_(static_cast<std::size_t>(capacity) + 1, kNone) {
@@ -28,7 +28,7 @@ class DenseSpaces {
     heads_[at] = id;
   }
 
-  // Takes the top group of the smallest free space that is at least `space`; kNone where there is none.
+  // Takes the top group of the smallest free space that is at least `space`; kNone if there is none.
   std::int32_t pop_at_least(std::int64_t space) {
     const std::size_t at = next(static_cast<std::size_t>(space));
     if (at >= heads_.size()) return kNone;
@@ -58,7 +58,7 @@ class DenseSpaces {
     }
   }
 
-  // The first set bit at or after `at`; a number past the end where there is none.
+  // The first set bit at or after `at`; a number past the end if there is none.
   std::size_t next(std::size_t at) const {
     std::size_t up = 0;
     for (; up < levels_.size(); ++up) {
@@ -80,7 +80,7 @@ class DenseSpaces {
   std::vector<std::vector<std::uint64_t>> levels_;
 };
 
-// The same over a search tree, for a few sequences in a large capacity: nothing is zeroed.
+// The same with a search tree, for few sequences and a large capacity, because it zeroes no memory.
 class SparseSpaces {
  public:
   explicit SparseSpaces(std::int64_t /*capacity*/) {}

@@ -14,10 +14,10 @@ namespace sft_idx::packing {
 namespace {
 
 constexpr char kOtherLengths[] = "the patterns do not use each class of these lengths as often as it occurs";
-constexpr std::size_t kAhead = 32;      // sequences whose slots are fetched early
-constexpr std::size_t kPacksAhead = 4;  // and packs
+constexpr std::size_t kAhead = 32;      // number of sequences to prefetch slots for
+constexpr std::size_t kPacksAhead = 4;  // number of packs to prefetch
 
-// The first slot of each class in an array sorted by class, from how often the patterns use it.
+// The first slot of each class in an array sorted by class, from the number of its uses in the patterns.
 std::vector<std::int64_t> class_starts(const Patterns& patterns, std::size_t classes) {
   std::vector<std::int64_t> starts(classes + 1, 0);
   for (std::size_t p = 0; p < patterns.packs.size(); ++p) {
@@ -31,8 +31,8 @@ std::vector<std::int64_t> class_starts(const Patterns& patterns, std::size_t cla
   return starts;
 }
 
-// Indices of the sequences, sorted by class and shuffled inside each. Index is the narrowest type that holds them:
-// this array is written at random, so its size is its cost.
+// Indices of the sequences, sorted by class and shuffled within each class. Index is the narrowest type that fits,
+// because this array is written in random order, so its size determines the cost.
 template <typename Index>
 Buffer<Index> deal(const std::int64_t* lengths, std::size_t count, const ClassOf& class_of, std::int64_t longest,
                    const std::vector<std::int64_t>& starts, std::uint64_t seed) {
@@ -50,7 +50,7 @@ Buffer<Index> deal(const std::int64_t* lengths, std::size_t count, const ClassOf
   for (std::size_t i = 0; i < count; ++i) {
     const auto slot = static_cast<std::size_t>((*coming[i % kAhead])++);
     if (i + kAhead < count) look_up(i + kAhead);
-    if (slot >= count) throw std::invalid_argument(kOtherLengths);  // keeps the write inside; the rest is checked below
+    if (slot >= count) throw std::invalid_argument(kOtherLengths);  // the write is in bounds; more checks below
     dealt[slot] = static_cast<Index>(i);
   }
   if (!std::equal(cursor.begin(), cursor.end(), starts.begin() + 1)) throw std::invalid_argument(kOtherLengths);
@@ -61,7 +61,7 @@ Buffer<Index> deal(const std::int64_t* lengths, std::size_t count, const ClassOf
   return dealt;
 }
 
-// The pattern of each pack, in an order shuffled by seed.
+// The pattern of each pack, shuffled with the seed.
 template <typename Index>
 Buffer<Index> pack_order(const Patterns& patterns, std::uint64_t seed) {
   Buffer<Index> order(

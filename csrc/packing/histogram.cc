@@ -7,7 +7,7 @@
 namespace sft_idx::packing {
 namespace {
 
-// A table over all lengths is worth its zeroing once there are this many sequences a slot, or it is small anyway.
+// A table over all lengths is worth zeroing if there are at least this many sequences per slot, or if it is small.
 bool table_pays(std::int64_t slots, std::size_t count) {
   return slots <= 4096 || static_cast<std::uint64_t>(slots) / 4 <= count;
 }
@@ -24,7 +24,7 @@ void append(Histogram& result, std::int64_t length, std::int64_t count, std::int
 }
 
 Histogram by_table(const std::int64_t* lengths, std::size_t count, std::int64_t capacity, std::int64_t multiple) {
-  // Two tables, because a run of equal lengths would wait for its own last increment.
+  // Two tables, because in a run of equal lengths each increment would wait for the previous one.
   const auto slots = static_cast<std::size_t>(capacity) + 1;
   std::vector<std::int64_t> table(2 * slots, 0);
   std::int64_t* const even = table.data();
@@ -54,12 +54,12 @@ Histogram by_sorting(const std::int64_t* lengths, std::size_t count, std::int64_
 
 void refuse_length(std::int64_t length, std::int64_t capacity, std::size_t index) {
   throw std::invalid_argument("lengths[" + std::to_string(index) + "] is " + std::to_string(length) +
-                              ", a pack holds 1 to " + std::to_string(capacity));
+                              ", expected 1 to the capacity " + std::to_string(capacity));
 }
 
 Histogram histogram(const std::int64_t* lengths, std::size_t count, std::int64_t capacity, std::int64_t multiple) {
-  if (multiple < 1) throw std::invalid_argument("the sequence multiple is at least 1");
-  const std::int64_t usable = capacity / multiple * multiple;  // a longer one would not fit once rounded up
+  if (multiple < 1) throw std::invalid_argument("the sequence multiple must be at least 1");
+  const std::int64_t usable = capacity / multiple * multiple;  // a longer sequence would not fit after rounding up
   return table_pays(usable, count) ? by_table(lengths, count, usable, multiple)
                                    : by_sorting(lengths, count, usable, multiple);
 }

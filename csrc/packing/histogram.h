@@ -1,4 +1,4 @@
-// Lengths to size classes: the only pass over the sequences before their plan is made.
+// Converts lengths to size classes. This is the only pass over the sequences before planning.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct Histogram {
   std::int64_t total = 0;            // sum of the lengths as given, not rounded
 };
 
-// Throws std::invalid_argument where a length, rounded up to the multiple, is not in [1, capacity].
+// Throws std::invalid_argument if a length, rounded up to the multiple, is not in [1, capacity].
 Histogram histogram(const std::int64_t* lengths, std::size_t count, std::int64_t capacity, std::int64_t multiple);
 
 [[noreturn]] void refuse_length(std::int64_t length, std::int64_t capacity, std::size_t index);
@@ -23,7 +23,7 @@ inline void check_length(std::int64_t length, std::int64_t capacity, std::size_t
   if (length < 1 || length > capacity) refuse_length(length, capacity, index);
 }
 
-// Finds the class of a length: a table where that costs less than the sequences themselves, else a binary search.
+// Finds the class of a length, with a table if that costs less than the sequences, else with a binary search.
 class ClassOf {
  public:
   ClassOf(const std::vector<std::int64_t>& sizes, std::int64_t multiple, std::size_t count);

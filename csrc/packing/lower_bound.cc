@@ -11,8 +11,8 @@ constexpr std::int64_t kDepth = 20;  // k of u^(k), and 1/eps of phi^(eps); deep
 
 std::int64_t packs_for(Wide sum, Wide unit) { return static_cast<std::int64_t>((sum + unit - 1) / unit); }
 
-// u^(k) after cutting off at eps, for every eps that matters: sizes below eps count 0, sizes above capacity - eps
-// count 1, those between u^(k). k = 0 stands for the identity, which gives L2. One sweep of two ends over the classes.
+// u^(k) with cutoff eps, for every relevant eps: sizes below eps count 0, sizes above capacity - eps count 1, sizes
+// in between count u^(k). k = 0 means the identity, which gives L2. One sweep over the classes from both ends.
 std::int64_t cut_bound(const Problem& problem, std::int64_t k) {
   const Wide capacity = problem.capacity;
   const Wide one = k == 0 ? capacity : capacity * k;
@@ -24,7 +24,7 @@ std::int64_t cut_bound(const Problem& problem, std::int64_t k) {
   Wide sum = 0;
   for (std::size_t c = 0; c < problem.classes(); ++c) sum += value(problem.sizes[c]) * problem.counts[c];
   Wide best = sum;
-  std::size_t above = problem.classes();  // classes from here on are larger than capacity - eps
+  std::size_t above = problem.classes();  // first class larger than capacity - eps
   for (std::size_t c = 0; c < problem.classes() && problem.sizes[c] * 2 <= problem.capacity; ++c) {
     const std::int64_t eps = problem.sizes[c];
     while (above > 0 && problem.sizes[above - 1] > problem.capacity - eps) {
@@ -37,7 +37,7 @@ std::int64_t cut_bound(const Problem& problem, std::int64_t k) {
   return packs_for(best, one);
 }
 
-// phi^(eps) with q = floor(capacity / eps) steps: what a large size leaves is counted in whole steps.
+// phi^(eps) with q = floor(capacity / eps) steps: the rest that a large size leaves is counted in whole steps.
 std::int64_t step_bound(const Problem& problem, std::int64_t eps) {
   const std::int64_t steps = problem.capacity / eps;
   Wide sum = 0;

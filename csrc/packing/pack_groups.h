@@ -1,4 +1,4 @@
-// Packs that look alike, while a plan is being made.
+// Groups of equal packs during planning.
 #pragma once
 
 #include <algorithm>
@@ -45,12 +45,12 @@ class Contents {
   std::vector<Link> links_;
 };
 
-// How many sequences of `size` a pack of this group still takes.
+// How many more sequences of `size` fit into a pack of this group.
 inline std::int64_t room_for(const Group& group, std::int64_t size, std::int64_t most) {
   return std::min(group.free / size, most - group.sequences);
 }
 
-// The group's content after `packs` of its packs took `times` sequences of the class each.
+// The content of the group after each of its packs takes `times` sequences of the class.
 inline Group grown(const Group& group, std::int64_t packs, std::int64_t times, std::int64_t size,
                    std::int32_t size_class, Contents& contents) {
   return {packs, group.free - times * size, group.sequences + times, contents.extend(group.link, size_class, times)};

@@ -8,10 +8,10 @@
 namespace sft_idx::packing {
 
 // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
-// Not std::shuffle or std::uniform_int_distribution: their results differ from library to library.
+// std::shuffle and std::uniform_int_distribution are not used, because their results depend on the library.
 class Random {
  public:
-  // Streams of one seed are independent: one for each use, so that no use moves another's numbers.
+  // Streams of one seed are independent. Each use has its own stream, so that no use changes the numbers of another.
   Random(std::uint64_t seed, std::uint64_t stream) : state_(mix(seed) ^ mix(~stream)) {}
 
   std::uint64_t next() { return mix(state_ += 0x9E3779B97F4A7C15ULL); }
@@ -32,11 +32,11 @@ class Random {
   std::uint64_t state_;
 };
 
-// What each stream of the caller's seed is for.
+// Uses of the streams of the caller's seed.
 enum Stream : std::uint64_t { kItems = 1, kPacks = 2, kPatterns = 3, kOrder = 4 };
 
-// Fisher-Yates, from the end. Where 32 bits tell the values apart one number serves two of them: halves of a number
-// are as uniform as the whole, and the shuffle is what hand-out spends most of its time on.
+// Fisher-Yates, from the end. If 32 bits are enough, one random number is used for two values: both halves are as
+// uniform as the whole, and hand-out spends most of its time on the shuffle.
 template <typename T>
 void shuffle(T* values, std::size_t count, Random& random) {
   std::size_t i = count;

@@ -78,7 +78,7 @@ std::int32_t SizeSet::pair(std::int64_t sum, std::int64_t from) const {
 }
 
 std::uint64_t SizeSet::mirrored(std::int64_t bit) const {
-  // `bit` may start up to 63 before the image, where nothing is set.
+  // `bit` can be up to 63 bits before the image, where no bit is set.
   if (bit < 0) return mirror_[0] << -bit;
   const auto word = static_cast<std::size_t>(bit) / 64;
   const auto shift = static_cast<unsigned>(bit % 64);

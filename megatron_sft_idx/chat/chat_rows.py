@@ -158,8 +158,8 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
     if kind in ("tokenized", "text") and (media := first_filled(data, MEDIA)) is not None:
         what = "input_ids" if kind == "tokenized" else TEXT
         raise RowError(
-            f"the row has {media}, for which its {what} has no place: give its messages, or --ignore-field {media}"
-            " reads rows without it"
+            f"the row has {media}, but {what} cannot contain media: use messages, or pass --ignore-field {media} to"
+            " ignore it"
         )
     if kind == "tokenized":
         return read_tokenized(data, options.mask_alignment)
@@ -177,7 +177,7 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
     if options.media:
         messages = place_media(data, messages)
     if options.requires_answer and not any(map(says_something, reversed(messages))):
-        raise RowError("the assistant says nothing in this row, so there is nothing to learn")
+        raise RowError("the assistant messages in this row are empty, so there is nothing to train on")
     return to_conversation(data, messages, weights)
 
 
@@ -216,7 +216,7 @@ def _with_tools_of_message(data: dict[str, Any], messages: list[Message]) -> tup
         return data, messages
     of_row = first_filled(data, TOOLS)
     if of_row is not None and data[of_row] != first[key]:
-        raise RowError(f"the row has {of_row}, and its system message has {key} that differ; keep one")
+        raise RowError(f"{of_row} of the row and {key} of its system message differ; keep one")
     rest = {name: value for name, value in first.items() if name not in TOOLS}
     return {**data, "tools": first[key]}, [rest, *messages[1:]]
 
@@ -225,15 +225,16 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     refuse_media(data, options)
     if names := preference_keys(data):
         raise RowError(
-            f"a preference row ({', '.join(names)}), but supervised fine-tuning takes one answer: make pairs of such"
-            " rows with --row-kind preference, or take the column with the one answer with --fields messages=NAME"
+            f"the row has a preference pair ({', '.join(names)}), but supervised fine-tuning needs one answer: pass"
+            " --row-kind preference to make pairs, or --fields messages=NAME to train on one column only"
         )
     for key in VERDICTS:
         verdict = verdict_of(data.get(key), is_judged=data.get("completion") is not None)
         if verdict is not None:
             raise RowError(
-                f"{key} is {str(data[key]).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
-                " trains on every one: keep the column with --row-kind kto, or the good rows without it"
+                f"{key} is {str(data[key]).lower()}: this is a KTO row, which can have a bad answer, but supervised"
+                " fine-tuning trains on every answer: pass --row-kind kto to store the labels, or keep only the good"
+                " rows and remove the column"
             )
 
 
@@ -280,12 +281,12 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
         return "text"
     if options.mapping.has_content:
         raise RowError(
-            f"--fields maps {', '.join(target for target, _ in options.mapping.fields)}, which make no chat alone: map"
-            " messages, or prompt and completion; other columns of the row are not read"
+            f"--fields maps only {', '.join(target for target, _ in options.mapping.fields)}, which is not enough for"
+            " a chat: also map messages, or prompt and completion; unmapped columns are not read"
         )
     raise RowError(
-        "no columns that make a chat: expected messages or conversations, a prompt with an answer, or input_ids with a"
-        f" mask; found {shown_paths(paths_of(data))}; --fields TARGET=PATH maps columns of other names"
+        "no columns of a chat: expected messages or conversations, a prompt with an answer, or input_ids with a mask;"
+        f" found {shown_paths(paths_of(data))}; if your columns have other names, map them with --fields TARGET=PATH"
     )
 
 
@@ -305,13 +306,13 @@ def _read_text(data: dict[str, Any], options: RowOptions) -> TextRow:
         raise RowError(f"{TEXT} is empty")
     if options.train_on != "all":
         raise RowError(
-            f"the row has only {TEXT}, which has no roles: --train-on all trains on every token of it; for a chat that"
-            " a template has rendered, give its messages"
+            f"the row has only {TEXT}, without roles: pass --train-on all to train on every token, or provide the"
+            " messages if this is a rendered chat"
         )
     others = (*SYSTEMS, *TOOLS) if options.mapping.has_content or options.kind == TEXT else _NOT_WITH_TEXT
     if (key := first_filled(data, others)) is not None:
         raise RowError(
-            f"the row has {TEXT} and {key}, which is not read with it; --ignore-field {key} reads rows without it"
+            f"the row has {TEXT} and also {key}, which cannot be combined; pass --ignore-field {key} to ignore it"
         )
     return TextRow(text)
 
@@ -336,8 +337,8 @@ def _refuse_reasoning(data: dict[str, Any]) -> None:
     """Raise RowError if a row has the reasoning of a single answer next to messages."""
     if is_filled(data.get(REASONING)):
         raise RowError(
-            f"{REASONING} is that of one prompt and one answer, and this row has messages; give it in the message, or"
-            f" map the reasoning of each with --turn-fields {REASONING}=PATH"
+            f"{REASONING} is for rows with one prompt and one answer, but this row has messages; put it into the"
+            f" message, or map the reasoning of each message with --turn-fields {REASONING}=PATH"
         )
 
 
@@ -382,7 +383,7 @@ def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> 
     if not asked:
         raise RowError(f"{single.prompt} is empty")
     if not is_filled(given) or given == single.nothing:
-        raise RowError(f"{single.answer} is {given!r:.20}, so there is nothing to learn")
+        raise RowError(f"{single.answer} is {given!r:.20}, so there is nothing to train on")
     answer: Message = {"role": "assistant", "tool_calls" if single.are_calls else "content": given}
     answer |= _reasoning_of_row(data)
     if single.reasoning:
@@ -395,7 +396,7 @@ def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> 
 def _exchange(pairs: Sequence[Sequence[str]], data: dict[str, Any]) -> Turns:
     """Return messages for question and answer strings; the last answer gets the row's reasoning."""
     if not pairs[-1][1]:
-        raise RowError("the answer is empty, so there is nothing to learn")
+        raise RowError("the answer is empty, so there is nothing to train on")
     messages = turns_of_pairs(pairs)
     messages[-1] |= _reasoning_of_row(data)
     return messages, [1.0] * len(messages)
@@ -427,7 +428,7 @@ def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: R
         said: Message = {"role": "assistant", "content": text} | _reasoning_of_row(data)
         after, weights = [said], [1.0]
     if not any(map(says_something, after)):
-        raise RowError(f"the answer is empty ({answer_in}), so there is nothing to learn")
+        raise RowError(f"the answer is empty ({answer_in}), so there is nothing to train on")
     return before + after, [0.0] * len(before) + weights
 
 
@@ -453,7 +454,7 @@ def _put_system_first(data: dict[str, Any], messages: list[Message], weights: li
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, 1.0)
     elif messages[0]["content"] != system:
-        raise RowError(f"{key} and the first message are two system prompts that differ; keep one")
+        raise RowError(f"{key} and the first message are different system prompts; keep one")
 
 
 def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -488,5 +489,5 @@ def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
     kwargs = without_nulls(typed(kwargs, dict, name))
     for key in _RESERVED_KWARGS:
         if key in kwargs:
-            raise RowError(f"{name} sets {key}, which is not a row's to set")
+            raise RowError(f"{name} sets {key}, which a row cannot set; remove it")
     return kwargs

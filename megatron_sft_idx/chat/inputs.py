@@ -100,7 +100,7 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
     if not patterns:
-        raise FormatError("no input: name at least one file, glob or save_to_disk folder")
+        raise FormatError("no input: pass at least one file, glob or save_to_disk folder")
     files: list[InputFile] = []
     found_by: dict[str, str] = {}
     for given in patterns:
@@ -108,7 +108,10 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
         for path in _objects_of(pattern) if is_remote(pattern) else _paths_of(pattern):
             real = path if is_remote(path) else os.path.realpath(path)
             if other := found_by.get(real):
-                raise FormatError(f"{path}: named twice, by {other!r} and {pattern!r}; its rows would be used twice")
+                raise FormatError(
+                    f"{path}: matched twice, by {other!r} and {pattern!r}, so its rows would be used twice; remove"
+                    " one of them"
+                )
             found_by[real] = pattern
             files.append(_recognise(path))
     return files
@@ -117,7 +120,7 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
 def named_by(pattern: str) -> list[str]:
     """Return the local files and ``save_to_disk`` folders for a path or glob. See ``expand_inputs`` for errors."""
     if not pattern.strip():
-        raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
+        raise FormatError("an input is an empty string; pass a file, glob or save_to_disk folder")
     path = os.path.expanduser(pattern)
     if os.path.lexists(path):
         return [path]
@@ -142,13 +145,14 @@ def _objects_of(pattern: str) -> list[str]:
         by_name = {os.path.basename(path): path for path in objects_in_folder(pattern)}
         if saved := by_name.keys() & _SAVED_NAMES:
             raise FormatError(
-                f"{pattern}: holds {min(saved)}, so it was made by save_to_disk; name its data: {pattern}*.arrow"
+                f"{pattern}: contains {min(saved)}, so it was written by save_to_disk; pass its data files:"
+                f" {pattern}*.arrow"
             )
         found = [path for name, path in by_name.items() if not name.startswith(("_", "."))]
     elif not glob.has_magic(pattern) or object_exists(pattern):
         return [pattern]
     elif "**" in pattern:
-        raise FormatError(f"{pattern}: ** does not reach into folders of an object store; name each with *")
+        raise FormatError(f"{pattern}: ** is not supported for object storage; use * for each folder level")
     else:
         found = matching_objects(pattern)
     if not found:
@@ -167,7 +171,7 @@ def _files_of_folder(folder: str) -> list[str]:
     if (path / _SPLITS).is_file():
         splits = _read_object(path / _SPLITS).get("splits")
         choices = ", ".join(os.path.join(folder, str(name)) for name in (splits if isinstance(splits, list) else []))
-        raise FormatError(f"{folder}: a dataset with several splits; name the one you mean: {choices}")
+        raise FormatError(f"{folder}: this dataset has several splits; choose one: {choices}")
     if (state := path / _STATE).is_file():
         content = _read_object(state)
         if content.get("_indices_data_files"):
@@ -180,12 +184,14 @@ def _files_of_folder(folder: str) -> list[str]:
         names = sorted(file.name for file in path.glob("*.arrow"))
     else:
         raise FormatError(
-            f"{folder}: a folder, but not one made by save_to_disk; name the files in it by a glob, "
-            f"such as {os.path.join(folder, '*.jsonl')!r}"
+            f"{folder}: this folder was not written by save_to_disk; pass a glob for its files, such as"
+            f" {os.path.join(folder, '*.jsonl')!r}"
         )
     missing = [name for name in names if not (path / name).is_file()]
     if missing or not names:
-        raise FormatError(f"{folder}: this saved dataset lacks its data: {', '.join(missing) or 'no .arrow files'}")
+        raise FormatError(
+            f"{folder}: data files of this saved dataset are missing: {', '.join(missing) or 'no .arrow files'}"
+        )
     return [os.path.join(folder, name) for name in names]
 
 
@@ -261,12 +267,12 @@ def _kind_of_text(path: str, head: bytes) -> Kind:
     if (separated := re.search(r"\.(csv|tsv)(\.(gz|zst))?$", path, re.IGNORECASE)) and not text.startswith(b"{"):
         return "csv" if separated[1].lower() == "csv" else "tsv"
     if not text.startswith(b"{"):
-        raise FormatError(f"{path}: starts like no known file, {text[:20]!r}; expected {_KNOWN_FILES}")
+        raise FormatError(f"{path}: unknown file format, the file begins with {text[:20]!r}; expected {_KNOWN_FILES}")
     line = text.partition(b"\n")[0].rstrip()
     if len(line) < len(text.rstrip()) and line.endswith((b"{", b"[", b",")):
         raise FormatError(
-            f"{path}: one JSON object over several lines; expected an object a line, or an array of objects. "
-            "If a key of it holds the rows: jq -c '.KEY[]' FILE > rows.jsonl"
+            f"{path}: one JSON object over several lines; expected one object per line, or an array of objects. If the"
+            " rows are under one of its keys: jq -c '.KEY[]' FILE > rows.jsonl"
         )
     return "lines"
 
@@ -286,7 +292,7 @@ def find_object(path: str, etag: str | None = None) -> ObjectInfo:
     if info is None:
         raise FormatError(f"{path}: no such object")
     if etag is not None and info.etag != etag:
-        raise FormatError(f"{path}: was replaced since the run began (etag {etag}, now {info.etag}); start again")
+        raise FormatError(f"{path}: was replaced during the run (etag {etag}, now {info.etag}); start again")
     return info
 
 
@@ -367,7 +373,7 @@ def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
             return
     except broken as error:
         reason = str(error)
-    raise FormatError(f"{path}: broken {compression} data: {reason}; make or download the file again")
+    raise FormatError(f"{path}: broken {compression} data: {reason}; compress or download the file again")
 
 
 # ---- from blocks to pieces ----
@@ -400,7 +406,7 @@ class JsonPiece(Piece):
                     data = SequenceError(self.path, position, str(error))
                 yield InputRow(position, data, notes)
             elif self.is_array:
-                reason = "nothing where an element should be: a comma too many in the array"
+                reason = "an element is missing: the array has an extra comma"
                 yield InputRow(position, SequenceError(self.path, position, reason))
 
     def fingerprint(self) -> str:
@@ -433,7 +439,7 @@ def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> I
 
 
 def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
-    """Split JSON lines from a pipe into pieces. Like ``iter_pieces``, but for streams.
+    """Split JSON lines from a pipe into pieces. This is ``iter_pieces`` for streams.
 
     The ends of pieces depend only on the bytes, not on how the pipe delivers them.
 
@@ -442,7 +448,7 @@ def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) ->
     """
     try:
         if compression := _compression_of(stream.peek(1)):
-            raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
+            raise FormatError(f"{name}: {compression} data; decompress it in the pipe: {compression} -dc FILE | ...")
         arriving = _with_positions(iter(partial(stream.read1, _BLOCK_NBYTES), b""))
         yield from cut_lines(_text_of(name, "", arriving), path=name, piece_nbytes=piece_nbytes)
     except OSError as error:
@@ -488,7 +494,7 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
         if depth == 0:
             block = whole.lstrip(_JSON_SPACE)
             if block and not block.startswith(b"["):
-                raise FormatError(f"{path}: expected a JSON array, it starts with {block[:20]!r}")
+                raise FormatError(f"{path}: expected a JSON array, but the file begins with {block[:20]!r}")
             depth, block = int(bool(block)), block[1:]
         if depth:
             ends, depth, in_string, escaped = scan_json_array(np.frombuffer(block, np.uint8), depth, in_string, escaped)
@@ -504,8 +510,8 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
                         yield block[: close + 1], ends, at
                         return
                 raise FormatError(
-                    f"{path}: something follows the end of the JSON array: {found[:20]!r}; keep one array a file, "
-                    "or write one object a line (.jsonl)"
+                    f"{path}: data after the end of the JSON array: {found[:20]!r}; keep one array per file, or write"
+                    " one object per line (.jsonl)"
                 )
             yield block, ends, at
         offset += len(whole)
@@ -550,8 +556,8 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> It
     def require_short(nbytes: int) -> None:
         if nbytes > MAX_ROW_NBYTES:
             raise FormatError(
-                f"{path}: row {num_cut + 1} is longer than {MAX_ROW_NBYTES} bytes; expected one JSON object a line, "
-                "or one array of objects"
+                f"{path}: row {num_cut + 1} is longer than {MAX_ROW_NBYTES} bytes; expected one JSON object per line,"
+                " or one array of objects"
             )
 
     def cut_one() -> JsonPiece:

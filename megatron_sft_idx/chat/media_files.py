@@ -127,9 +127,11 @@ def _of_url(file: MediaFile, limits: MediaLimits) -> bytes:
     assert isinstance(file.given, str)
     url = file.given
     if not url.lower().startswith(_DOWNLOADED):
-        raise RowError(f"{file.what} is in a store, {brief(url)}; copy the files to a disk and give their paths")
+        raise RowError(f"{file.what} is in object storage, {brief(url)}; copy the files to a disk and use their paths")
     if not limits.download:
-        raise RowError(f"{file.what} is a URL, {brief(url)}; --download reads it, or give paths of downloaded files")
+        raise RowError(
+            f"{file.what} is a URL, {brief(url)}; pass --download to fetch it, or use paths of downloaded files"
+        )
     request = Request(url, headers={"User-Agent": "megatron-sft-idx"})
     try:
         with urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
@@ -138,7 +140,9 @@ def _of_url(file: MediaFile, limits: MediaLimits) -> bytes:
     except (OSError, ValueError, HTTPException) as error:
         raise RowError(f"{file.what}: {brief(url)} cannot be downloaded: {error}") from None
     if expected is not None and expected.isdecimal() and len(data) < min(int(expected), limits.max_nbytes):
-        raise RowError(f"{file.what}: {brief(url)} ended after {len(data):,} bytes of {int(expected):,}")
+        raise RowError(
+            f"{file.what}: the download of {brief(url)} ended after {len(data):,} of {int(expected):,} bytes"
+        )
     return bytes(data)
 
 
@@ -151,7 +155,7 @@ def _of_uri(file: MediaFile) -> bytes:
         if comma:
             return unquote_to_bytes(body)
     except (binascii.Error, ValueError) as error:
-        raise RowError(f"{file.what} is no base64: {error}") from None
+        raise RowError(f"{file.what} is not valid base64: {error}") from None
     raise RowError(f"{file.what} is a data: URI without data")
 
 
@@ -159,29 +163,35 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
     assert isinstance(file.given, str)
     given = file.given.removeprefix("file://")
     if folder is None:
-        raise RowError(f"{file.what} is a path, {brief(given)}; --media-root FOLDER says where files are")
+        raise RowError(f"{file.what} is a path, {brief(given)}; pass --media-root FOLDER, the folder of the files")
     path = given
     try:
         root = os.path.realpath(folder)
         path = os.path.realpath(os.path.join(root, given))
         if os.path.commonpath([root, path]) != root:
-            raise RowError(f"{file.what}: {brief(given)} is not in {folder}; --media-root FOLDER says where files are")
+            raise RowError(
+                f"{file.what}: {brief(given)} is outside {folder}; pass --media-root FOLDER, a folder that contains"
+                " the files"
+            )
         # O_NONBLOCK: opening a pipe would wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as stream:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise RowError(f"{file.what}: {brief(path)} is no regular file")
+                raise RowError(f"{file.what}: {brief(path)} is not a regular file")
             return stream.read(limits.max_nbytes + 1)
     except RowError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RowError(f"{file.what}: {brief(path)}: {reason}; --media-root FOLDER says where files are") from None
+        raise RowError(
+            f"{file.what}: {brief(path)}: {reason}; check the path, or pass --media-root FOLDER, the folder of the"
+            " files"
+        ) from None
 
 
 @contextmanager
 def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """Provide a pillow image of which only the head was read; the body may decode it.
+    """Provide a pillow image after reading only its header. The body of the ``with`` block may decode it.
 
     Raises:
         RowError: it has too many pixels, or cannot be decoded, here or in the body.
@@ -199,12 +209,12 @@ def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
     except RowError:
         raise
     except Exception as error:  # decoders raise nearly anything for damaged files
-        raise RowError(f"no image that can be decoded: {_reason(error)}") from None
+        raise RowError(f"the image cannot be decoded: {_reason(error)}") from None
 
 
 @contextmanager
 def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
-    """Provide a soundfile recording of which only the head was read; the body may decode it.
+    """Provide a soundfile recording after reading only its header. The body of the ``with`` block may decode it.
 
     Raises:
         RowError: it is too long, or cannot be decoded, here or in the body.
@@ -220,7 +230,7 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
     except RowError:
         raise
     except Exception as error:  # errors of the library and of its callbacks
-        raise RowError(f"no recording that can be decoded: {_reason(error)}") from None
+        raise RowError(f"the recording cannot be decoded: {_reason(error)}") from None
 
 
 def samples_at(size: tuple[int, int], rate: int) -> int:
@@ -285,10 +295,10 @@ def _decoded_size(kind: Kind, data: bytes, limits: MediaLimits) -> tuple[int, in
     with open_recording(data, limits) as sound:
         for said, found in map(_bytes_of, _SHORTER.findall(sound.extra_info)):
             if found < said < _UNKNOWN_LENGTH:
-                raise RowError(f"the recording is cut short: its head tells of {said:,} bytes, and {found:,} are there")
+                raise RowError(f"the recording is truncated: its header states {said:,} bytes, the file has {found:,}")
         read = sum(len(block) for block in sound.blocks(1 << 16, dtype="float32"))
         if read != sound.frames or not read:
-            raise RowError(f"the recording ends after {read:,} samples of {sound.frames:,}")
+            raise RowError(f"the recording ends after {read:,} of {sound.frames:,} samples")
         return int(sound.frames), int(sound.samplerate)
 
 
@@ -297,7 +307,7 @@ def _bytes_of(numbers: tuple[str, str]) -> tuple[int, int]:
 
 
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Return height and width, after rotation to upright, of a pillow image of which only the head was read."""
+    """Return height and width of a pillow image after rotation to upright. Needs only the image's header."""
     if image.format == "TIFF":
         # Versions of pillow differ in when they rotate these. The tags have the stored size.
         width, height = int(image.tag_v2[_TIFF_WIDTH]), int(image.tag_v2[_TIFF_HEIGHT])

@@ -34,8 +34,8 @@ _VIDEO_PARTS: Final = ("video", "video_url", "input_video")
 _FILE_KEYS: Final = ("path", "url", "base64", "data", "bytes", "source")
 _TAGS: Final = re.compile(r"<(image|audio)>")
 _OF_ROW: Final[dict[Kind, tuple[str, ...]]] = {"image": IMAGES, "audio": AUDIOS}
-NOT_READ: Final = "--processor FOLDER reads images and audio; without it only text can be trained on"
-NO_VIDEO: Final = "images and audio can be trained on here, videos cannot"
+NOT_READ: Final = "pass --processor FOLDER to read images and audio; without it, only text is supported"
+NO_VIDEO: Final = "only images and audio are supported, not videos"
 # Key under which a part keeps its file until the row is encoded; templates do not see it.
 FILE: Final = "\0file"
 
@@ -66,11 +66,11 @@ def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
 def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]:
     """Return an image or audio part in the form for templates, with its file, if any, under ``FILE``."""
     if is_filled(part.get("text")):
-        raise RowError(f"{what} has text too; give it as another part")
+        raise RowError(f"{what} also has text; make the text a separate part")
     own_keys = [name for name, its_kind in _PARTS.items() if its_kind == kind]
     given = [key for key in (*own_keys, *_FILE_KEYS) if is_filled(part.get(key))]
     if len(given) > 1:
-        raise RowError(f"{what} has its file in {' and in '.join(given)}; keep one")
+        raise RowError(f"{what} has a file in {' and in '.join(given)}; keep one")
     out: dict[str, Any] = {"type": kind}
     if given:
         out[FILE] = _file_of(part[given[0]], kind, f"{what}.{given[0]}", is_base64=given[0] in ("base64", "data"))
@@ -81,7 +81,7 @@ def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> M
     if isinstance(value, Mapping):
         keys = [key for key in ("bytes", "data", "base64", "url", "path") if is_filled(value.get(key))]
         if not keys:
-            raise RowError(f"{what} has neither bytes nor a path: it has {', '.join(map(str, value)) or 'nothing'}")
+            raise RowError(f"{what} has no bytes and no path, only {', '.join(map(str, value)) or 'nothing'}")
         # Hugging Face stores the name of a file next to its bytes.
         return _file_of(value[keys[0]], kind, f"{what}.{keys[0]}", is_base64=keys[0] in ("data", "base64"))
     if isinstance(value, Binary):
@@ -130,7 +130,7 @@ class _Waiting:
         keys = [name for name in _OF_ROW[kind] if is_filled(data.get(name))]
         if len(keys) > 1:
             raise RowError(
-                f"the row has {' and '.join(keys)}; keep one, or --ignore-field {keys[-1]} reads rows without it"
+                f"the row has {' and '.join(keys)}; keep one, or pass --ignore-field {keys[-1]} to ignore it"
             )
         self.kind, self.key = kind, keys[0] if keys else None
         self._files = _files_of_row(data[self.key], kind, self.key) if self.key else []
@@ -140,7 +140,7 @@ class _Waiting:
         """Return the part for the next file. RowError: there is none."""
         if self.num_places >= len(self._files):
             found = f"{self.key} has {len(self._files)}" if self.key else f"the row has no {_OF_ROW[self.kind][0]}"
-            raise RowError(f"{self.kind} {self.num_places + 1} of its messages has no file: {found}")
+            raise RowError(f"{self.kind} {self.num_places + 1} in the messages has no file: {found}")
         self.num_places += 1
         return {"type": self.kind, FILE: self._files[self.num_places - 1]}
 
@@ -152,10 +152,14 @@ class _Waiting:
         if self.num_places == len(self._files):
             return messages
         if self.num_places:
-            raise RowError(f"{self.key} has {len(self._files)} files, and the messages have {self.num_places} places")
+            raise RowError(
+                f"{self.key} has {len(self._files)} files, but the messages have {self.num_places} placeholders"
+            )
         at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if at is None:
-            raise RowError(f"{self.key}: the messages have no place for it, and none is the user's")
+            raise RowError(
+                f"{self.key}: the messages have no placeholder for it, and there is no user message to put it in"
+            )
         first = [self.next() for _ in self._files]
         return [*messages[:at], {**messages[at], "content": first + _parts_of(messages[at])}, *messages[at + 1 :]]
 

@@ -81,10 +81,15 @@ class MediaProcessor:
         self.chat_template: str | None = template if isinstance(template, str) else None
         self.tokens = placeholders_of(self._processor)
         if not self.tokens:
-            raise FormatError(f"{folder}: a processor without placeholders, {self._name}")
+            raise FormatError(
+                f"{folder}: {self._name} has no placeholder tokens for images or audio; choose another processor"
+            )
         for kind, token in self.tokens.items():
             if token not in tokenizer.control_tokens:
-                raise FormatError(f"{folder}: its placeholder of {kind} {token!r} is no special token of the tokenizer")
+                raise FormatError(
+                    f"{folder}: its placeholder {token!r} for {kind} is not a special token of the tokenizer; use"
+                    " the tokenizer of the same model"
+                )
         self._pattern = re.compile("|".join(re.escape(token) for token in self.tokens.values()))
         self._kinds = {token: kind for kind, token in self.tokens.items()}
         self._known: dict[tuple[Kind, tuple[int, int]], str] = {}
@@ -97,8 +102,8 @@ class MediaProcessor:
                     self._asked([(kind, _PROBED[kind][0])], text)
         except RowError as error:
             raise FormatError(
-                f"{folder}: {self._name} of transformers {transformers.__version__} does not say what becomes of its"
-                f" placeholders ({error}); a newer version may"
+                f"{folder}: {self._name} of transformers {transformers.__version__} does not report how it expands its"
+                f" placeholders ({error}); try a newer version of transformers"
             ) from None
         self._dependent = {kind for kind in self.tokens if self._depends_on_others(kind)}
 
@@ -141,20 +146,22 @@ class MediaProcessor:
             if each not in self._known:
                 (self._known[each],) = self._asked([each])
             if not self._known[each]:
-                raise RowError(f"the processor makes nothing of {_shown(*each)}: it is too small; leave it out")
+                raise RowError(
+                    f"the processor makes no tokens from {_shown(*each)}, because it is too small; leave it out"
+                )
         for kind in self._dependent:
             if sum(each.kind == kind for each in media) > 1:
                 raise RowError(
-                    f"{self._name} makes of each {kind} what the others of the text decide; it can be used here for"
-                    f" rows with one {kind} alone"
+                    f"the tokens that {self._name} makes for one {kind} depend on the others in the text; it can only"
+                    f" be used for rows with one {kind}"
                 )
         known = [self._known[each] for each in sizes]
         order, number = tuple(kind for kind, _ in sizes), xxhash.xxh3_64_intdigest(repr(sizes).encode())
         if self._is_to_be_checked(order, number):
             if self._asked(sizes, text) != known:
                 raise FormatError(
-                    f"{self.folder}: {self._name} makes of an image or recording what others of the same text decide;"
-                    " such processors cannot be used here"
+                    f"{self.folder}: the tokens that {self._name} makes for an image or recording depend on the others"
+                    " in the same text; such processors are not supported"
                 )
             # Only now: another row with the same sizes must not pass if this one did not.
             self._orders.add(order)
@@ -176,7 +183,7 @@ class MediaProcessor:
 
         Raises:
             RowError: the processor rejects them.
-            FormatError: its ids are not those of the text with these replacements.
+            FormatError: its ids differ from the ids of the text with these replacements.
         """
         from PIL import Image
 
@@ -194,17 +201,17 @@ class MediaProcessor:
             replaced, ids = made[_OFFSETS][0], [*map(int, made["input_ids"][0])]
         except Exception as error:  # errors of its own code
             shown = ", ".join(_shown(*each) for each in sizes)
-            raise RowError(f"the processor does not take {shown}: {brief(str(error))}") from None
+            raise RowError(f"the processor rejects {shown}: {brief(str(error))}") from None
         if len(replaced) != len(sizes):
-            raise RowError(f"the processor replaced {len(replaced)} placeholders of {len(sizes)}")
+            raise RowError(f"the processor replaced only {len(replaced)} of {len(sizes)} placeholders")
         replacements = [str(each["replacement"]) for each in replaced]
         between = self._pattern.split(text)
         expanded = "".join(chain.from_iterable(zip_longest(between, replacements, fillvalue="")))
         if ids != self._tokenizer.encode([Rendered(expanded, [])])[0].input_ids.tolist():
             raise FormatError(
-                f"{self.folder}: {self._name} makes other ids of {brief(repr(text))} than the tokenizer makes of the"
-                " text with its placeholders replaced: it adds to the text, or has another tokenizer, than"
-                " --tokenizer; such processors cannot be used here"
+                f"{self.folder}: for {brief(repr(text))}, {self._name} returns other ids than --tokenizer does for the"
+                " same text with expanded placeholders: the processor changes the text, or contains a different"
+                " tokenizer; such processors are not supported"
             )
         return replacements
 
@@ -235,8 +242,9 @@ class MediaProcessor:
             kind = self._kinds[text[start:stop]]
             if (next_one := next(waiting[kind], None)) is None:
                 raise RowError(
-                    f"the text has more placeholders {text[start:stop]!r} than the row has files of {kind}: the chat"
-                    " template writes them, or words of the row make one, as with --allow-control-tokens"
+                    f"the text has more placeholders {text[start:stop]!r} than the row has files of {kind}: either the"
+                    " chat template writes too many, or the text of the row contains one (possible with"
+                    " --allow-control-tokens)"
                 )
             shown.append(next_one)
         done = length = 0
@@ -293,7 +301,7 @@ def load_from_folder(what: str, loader: Any, folder: str) -> Any:
     try:
         return loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # errors of its own code
-        raise FormatError(f"{folder}: transformers makes no {what} of it: {brief(str(error))}") from None
+        raise FormatError(f"{folder}: transformers cannot load a {what} from it: {brief(str(error))}") from None
 
 
 def placeholders_of(processor: Any) -> dict[Kind, str]:
@@ -352,6 +360,6 @@ def positions_of(items: Sequence[PlacedItem], numbers: NDArray[Any]) -> NDArray[
     for at in range(len(items)):
         tokens = np.flatnonzero(numbers == at + 1)
         if not len(tokens) or tokens[-1] - tokens[0] + 1 != len(tokens):
-            raise RowError(f"the tokens of {items[at].media.kind} {at + 1} run into those of another one")
+            raise RowError(f"the tokens of {items[at].media.kind} {at + 1} overlap the tokens of the next one")
         places[at] = tokens[0], len(tokens)
     return places

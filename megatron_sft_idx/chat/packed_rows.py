@@ -61,16 +61,16 @@ _OF_PACKS_ALONE: Final = frozenset(
     {*_OF_LENGTHS, *_OF_BOUNDS, *_STARTS, _PARAMETERS, "seq_idx"} - {*_PLAIN_LENGTHS, "sequence_lengths"}
 )
 _ALL: Final = frozenset({*_OF_PACKS_ALONE, *_OF_LENGTHS, *_POSITIONS, *_NUMBERED})
-_LEAVE_OUT: Final = "leave out the one that is wrong, by --ignore-field NAME"
+_LEAVE_OUT: Final = "ignore the wrong one with --ignore-field NAME"
 # LLaMA-Factory's number for no sequence, instead of an empty list.
 _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
 # Error texts for a row that needs a decision, and how to decide.
 UNDECIDED = "a system message comes after an answer in this row"
 DECIDE = (
-    "choose for the whole input: --system-starts conversation makes each system message start a conversation, which"
-    " becomes a sequence of its own (Megatron's --sft reads such lines so); --system-starts turn keeps it as a turn of"
-    " one conversation"
+    "choose for the whole input: --system-starts conversation starts a new conversation, stored as a separate"
+    " sequence, at each system message (like Megatron's --sft); --system-starts turn keeps one conversation with"
+    " several system messages"
 )
 
 
@@ -127,13 +127,14 @@ def read_layout(
     bounds = _agreed_bounds(claims, end, count)
     if (at := _first(trained[end:])) is not None:
         raise RowError(
-            f"padding is trained on: the row marks its last {count - end} tokens as padding, one at {end + at}"
+            f"padding is trained on: the row marks its last {count - end} tokens as padding, but trains on the"
+            f" token at position {end + at}"
         )
     last = ids[bounds[-2] : end]
     if len(bounds) > 2 and len(last) > 1 and (last == last[0]).all() and not trained[bounds[-2] : end].any():
         raise RowError(
-            f"the last of {len(bounds) - 1} sequences is {len(last)} times the token {last[0]}, not trained on: is it"
-            " padding? Leave it out, or mark it by zeros in attention_mask"
+            f"the last of {len(bounds) - 1} sequences is the token {last[0]} repeated {len(last)} times, and is not"
+            " trained on: is it padding? Leave it out, or mark it with zeros in attention_mask"
         )
     notes = {"packed_rows": 1} if len(bounds) > 2 else {}
     if token_aligned and row.get(_STARTS[0]) is not None and row.get("loss_mask") is not None:
@@ -147,8 +148,8 @@ def refuse_pack_fields(row: Mapping[str, Any]) -> None:
         for name in sorted(_OF_PACKS_ALONE.intersection(row)):
             if row[name] is not None:
                 raise RowError(
-                    f"{name} says where sequences begin among tokens, but the row is read as text: hand in input_ids"
-                    f" with a mask; --ignore-field {name} reads rows without it"
+                    f"{name} gives token positions of sequences, but the row has text instead of tokens: provide"
+                    f" input_ids with a mask, or pass --ignore-field {name} to ignore it"
                 )
 
 
@@ -189,8 +190,9 @@ def _read_bounds(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict
     for name in bounds:
         if name.endswith("_padded"):
             raise RowError(
-                f"{name} counts the padding behind each sequence, and no {name.removesuffix('_padded')} says where it"
-                f" begins: hand in both; if there is none, name the field {name.removesuffix('_padded')}"
+                f"{name} includes the padding after each sequence, but {name.removesuffix('_padded')}, the bounds"
+                " without padding, is missing: provide both; if there is no padding, rename the field to"
+                f" {name.removesuffix('_padded')}"
             )
     return [_Claim(name, of_sequences) for name, of_sequences in bounds.items()], ends
 
@@ -219,11 +221,13 @@ def _of_bounds(value: Any, name: str, count: int) -> _Bounds:
 def _checked(bounds: _Bounds, name: str, count: int) -> _Bounds:
     """Return bounds if they begin with 0, ascend, and end within the tokens. RowError: they do not."""
     if len(bounds) < 2 or bounds[0]:
-        raise RowError(f"{name} begins with {bounds[0] if len(bounds) else 'nothing'}, expected 0 and more behind it")
+        raise RowError(
+            f"{name} begins with {bounds[0] if len(bounds) else 'nothing'}, expected 0, followed by more bounds"
+        )
     if (at := _first(bounds[1:] <= bounds[:-1])) is not None:
         if at == len(bounds) - 2 and name in _STARTS:
             raise RowError(f"{name} holds {bounds[at]}, but there are {count} input_ids: no sequence can begin there")
-        raise RowError(f"{name} does not ascend: {bounds[at + 1]} stands behind {bounds[at]}")
+        raise RowError(f"{name} does not ascend: {bounds[at]} is followed by {bounds[at + 1]}")
     if bounds[-1] > count:
         raise RowError(f"{name} holds {bounds[-1]}, but there are {count} input_ids")
     return bounds
@@ -240,7 +244,8 @@ def _end_of_pair(physical: _Bounds, logical: _Bounds, physical_in: str, logical_
     is_tail = len(physical) - 1 in (sequences, sequences + 1) and physical[sequences] >= logical[-1]
     if not is_tail or (physical[:sequences] != logical[:sequences]).any():
         raise RowError(
-            f"{logical_in} and {physical_in} say that there is padding between sequences; hand in rows without padding"
+            f"according to {logical_in} and {physical_in}, there is padding between sequences; remove the"
+            " padding from the rows"
         )
     return int(logical[-1])
 
@@ -252,15 +257,15 @@ def _of_parameters(value: Any, count: int) -> tuple[_Claim, int]:
         raise RowError(f"{_PARAMETERS} is not an object with sequence_boundaries")
     for media in _OF_MEDIA:
         if value.get(media) is not None and (integers(value[media], f"{_PARAMETERS}.{media}") != _NO_SEQUENCE).any():
-            raise RowError(f"{_PARAMETERS}.{media} says that the row has media; only text can be trained on here")
+            raise RowError(f"{_PARAMETERS}.{media} means that the row has media, but packed rows can only contain text")
     padding = value.get("right_padding_length") or 0
     if not isinstance(padding, int) or not 0 <= padding < count:
         raise RowError(f"{_PARAMETERS}.right_padding_length is {padding!r:.40}, expected 0 to {count - 1}")
     unpadded = value.get("unpadded_length")
     if unpadded is not None and unpadded != count - padding:
         raise RowError(
-            f"{_PARAMETERS} says that {unpadded!r:.40} tokens are not padding and {padding} are, but there are {count}"
-            " input_ids"
+            f"{_PARAMETERS} counts {unpadded!r:.40} tokens without padding and {padding} tokens of padding, but there"
+            f" are {count} input_ids"
         )
     bounds = _checked(integers(value["sequence_boundaries"], name), name, count)
     return _Claim(name, bounds), count - padding
@@ -285,8 +290,8 @@ def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | Non
     inner = numbers_of[:end]
     if (at := _first(inner == padding)) is not None:
         raise RowError(
-            f"{name} is {padding} at position {at} and not behind it: padding before or between tokens; hand in rows"
-            " without padding"
+            f"{name} is {padding} (padding) at position {at}, but tokens follow: padding is only allowed at the end of"
+            " a row; remove it"
         )
     if not end or inner[0] not in ((1,) if is_mask else (0, 1)):
         raise RowError(f"{name} begins with {numbers_of[0]}, expected {'1' if is_mask else '0 or 1'}")
@@ -333,7 +338,7 @@ def _place_zeros(
         return as_sequences, None
     if not begin and zeros > 1:
         raise RowError(
-            f"{name} are all 0: are these sequences of one token? If not, --ignore-field {name} reads rows without it"
+            f"{name} are all 0: does each sequence have one token? If not, pass --ignore-field {name} to ignore it"
         )
     if trained[begin:].any():
         return as_sequences, None
@@ -345,8 +350,8 @@ def _place_zeros(
         return as_sequences, None
     if (ids[begin:] != ids[-1]).any():
         raise RowError(
-            f"the last {zeros} {name} are 0: sequences of one token, or padding, of which the ids differ? Leave"
-            " them out, or mark padding by zeros in attention_mask"
+            f"the last {zeros} {name} are 0, and their ids differ: are they sequences of one token, or padding? Leave"
+            " them out, or mark padding with zeros in attention_mask"
         )
     return as_padding, begin
 
@@ -371,8 +376,8 @@ def _agreed_end(ends: Mapping[str, int], count: int) -> int | None:
     if len(set(ends.values())) > 1:
         (one, first), (other, second) = sorted(ends.items(), key=lambda entry: entry[1])[:: len(ends) - 1]
         raise RowError(
-            f"{one} and {other} disagree: padding begins at {first} by the first, at {second} by the second, of"
-            f" {count} input_ids; {_LEAVE_OUT}"
+            f"{one} and {other} disagree: of {count} input_ids, padding begins at {first} according to {one} and at"
+            f" {second} according to {other}; {_LEAVE_OUT}"
         )
     return next(iter(ends.values()), None)
 
@@ -384,19 +389,19 @@ def _agreed_bounds(claims: Sequence[_Claim], end: int, count: int) -> _Bounds:
         if bounds[-1] not in (end, count):
             behind = "" if end == count else f", of which {count - end} are padding"
             raise RowError(
-                f"{name} is of {bounds[-1]} tokens, but there are {count} input_ids{behind}: hand in the tokens that it"
-                " is of, or mark padding by zeros in attention_mask"
+                f"{name} covers {bounds[-1]} tokens, but there are {count} input_ids{behind}: provide exactly the"
+                " tokens that it covers, or mark padding with zeros in attention_mask"
             )
         if np.count_nonzero(bounds > end) > 1 and end not in bounds:
             raise RowError(
-                f"{name} has a border at {bounds[bounds > end][0]}, behind the padding that begins at {end}: padding"
-                " between sequences; hand in rows without padding"
+                f"{name} has a sequence boundary at {bounds[bounds > end][0]}, after the padding that begins at {end}:"
+                " padding between sequences is not supported; remove it"
             )
         claim = _Claim(name, np.append(bounds[bounds < end], end))
         if agreed is not None and not np.array_equal(agreed.bounds, claim.bounds):
             raise RowError(
-                f"{agreed.field} and {name} disagree: sequences begin at {_shown(agreed)} by the first, at"
-                f" {_shown(claim)} by the second; {_LEAVE_OUT}"
+                f"{agreed.field} and {name} disagree: sequences begin at {_shown(agreed)} according to {agreed.field},"
+                f" at {_shown(claim)} according to {name}; {_LEAVE_OUT}"
             )
         agreed = agreed or claim
     return np.array([0, end]) if agreed is None else agreed.bounds
@@ -430,7 +435,7 @@ def integers(values: Any, key: str) -> NDArray[np.int64]:
     if array.size and array.dtype.kind not in "iu":
         raise RowError(f"{key} is not a flat list of integers")
     if array.size and array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise RowError(f"{key} holds {array.max()}, no token's id")
+        raise RowError(f"{key} contains {array.max()}, which is not a token id")
     return array.astype(np.int64)
 
 
@@ -496,9 +501,9 @@ def require_one(source: Conversation | TokenizedRow, system_starts: SystemStarts
     """
     if isinstance(source, TokenizedRow):
         if source.bounds is not None and len(source.bounds) > 2:
-            raise RowError(f"the row holds {len(source.bounds) - 1} sequences, but {what}")
+            raise RowError(f"the row has {len(source.bounds) - 1} sequences, but {what}")
     elif (count := len(conversations_of(source, system_starts))) > 1:
         raise RowError(
-            f"the row holds {count} conversations by --system-starts conversation, but {what}; if its system messages"
-            " are turns of one conversation: --system-starts turn"
+            f"with --system-starts conversation, the row has {count} conversations, but {what}; if it is one"
+            " conversation with several system messages, pass --system-starts turn"
         )

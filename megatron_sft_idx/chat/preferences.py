@@ -83,9 +83,9 @@ def _read_judged_row(row: dict[str, Any], options: RowOptions) -> tuple[list[Con
     for name, (messages, of_messages) in (("chosen", chosen), ("rejected", rejected)):
         weights = [0.0] * shared + of_messages[shared:]
         if not any_trained(messages, weights):
-            raise RowError(f"{name}: the assistant says nothing that is trained on, so there is nothing to learn")
+            raise RowError(f"{name}: no assistant message is trained on, so there is nothing to learn")
         conversation = to_conversation(row, messages, weights)
-        require_one(conversation, options.system_starts, f"its {name} answer is one of a pair")
+        require_one(conversation, options.system_starts, f"a pair needs exactly one {name} answer")
         conversations.append(conversation)
     return conversations, None
 
@@ -96,13 +96,13 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     # An empty "chosen" is a bad answer. The row's messages end with the chosen answer only if the key is missing.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
-        raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
+        raise RowError(f"not a preference row: {'rejected' if rejected_in is None else 'chosen'} is missing")
     for key in VERDICTS:
         if verdict_of(data.get(key), is_judged=False) is not None:
             raise _two_verdicts([name for name in (chosen_in, rejected_in) if name], key, data)
     for key in _FOR_REJECTED:
         if first_filled(data, (key,)) and data[key] != data.get(name := key.removeprefix("rejected_")):
-            raise RowError(f"{key} and {name} differ: chosen and rejected must answer the same")
+            raise RowError(f"{key} and {name} differ: chosen and rejected must answer the same prompt")
     prompt, prompt_in = _prompt_of(data, turns, options)
     rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in, prompt, options)
     rejected_is_whole |= chosen_in is None and rejected_in == "rejected_messages"
@@ -120,17 +120,20 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     if not any(chosen[0][i : i + len(prompt[0])] == prompt[0] for i in begins):
         raise RowError(f"chosen and rejected do not begin with the row's {prompt_in}")
     if not shared:
-        raise RowError("chosen and rejected answer no common prompt: no message is before both")
+        raise RowError("chosen and rejected have no common prompt: they differ from the first message on")
     if shared == len(pairs):
-        raise RowError("chosen and rejected are the same, or one is the beginning of the other")
+        raise RowError("chosen and rejected are equal, or one is a prefix of the other")
     if not options.mapping.has_content:
         keys = [turns, prompt_in, chosen_in, rejected_in, HISTORY]
         keys += [first_filled(data, names) for names in (PROMPTS, INPUTS)] if turns is None else []
         refuse_unread_of_pair(data, [*filter(None, keys)], [*chosen[0], *rejected[0]])
     elif is_filled(data.get(REASONING)):
-        raise RowError(f"{REASONING} of a preference row is that of neither answer; give it in the messages")
+        raise RowError(f"{REASONING} of a preference row belongs to neither answer; put it into the messages")
     if not {each["role"] for each in pairs[shared]} <= {*_ANSWERING}:
-        raise RowError("chosen and rejected differ in what is asked: the first message that differs is no answer")
+        raise RowError(
+            "chosen and rejected have different prompts: the first message in which they differ must be an"
+            " assistant message"
+        )
     return chosen, rejected, shared
 
 
@@ -142,7 +145,7 @@ def _answer(value: Any, key: str, prompt: Turns, options: RowOptions) -> tuple[T
     if isinstance(value, dict):
         return read_list([value], key, options), False
     if not (value and isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
-        raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
+        raise RowError(f"{key} is not a string, a message or a list of messages")
     messages, weights = read_list(value, key, options)
     begins_with_prompt = prompt[0] and messages[: len(prompt[0])] == prompt[0]
     return (messages, weights), bool(messages[0]["role"] in _BEGINNERS or begins_with_prompt)
@@ -151,7 +154,10 @@ def _answer(value: Any, key: str, prompt: Turns, options: RowOptions) -> tuple[T
 def _answered(prompt: Turns, answer: Turns, prompt_in: str) -> Turns:
     """Append an answer to the prompt."""
     if prompt[0][-1:] == answer[0][:1]:
-        raise RowError(f"the row's {prompt_in} ends with an answer already, which chosen or rejected says again")
+        raise RowError(
+            f"the row's {prompt_in} already ends with the answer that is repeated in chosen or rejected; remove it"
+            " from one of them"
+        )
     return prompt[0] + answer[0], prompt[1] + answer[1]
 
 
@@ -162,7 +168,7 @@ def _prompt_of(data: dict[str, Any], turns: str | None, options: RowOptions) -> 
     if isinstance(value, list):
         return read_list(value, key, options) if value else ([], []), key
     if turns is not None:
-        raise RowError(f"{turns} is no list of messages")
+        raise RowError(f"{turns} is not a list of messages")
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _transcript(value), key
     history, asked = read_prompt(data)
@@ -188,19 +194,19 @@ def _said(turns: list[tuple[str, str]]) -> Turns:
 def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int]:
     given = [name for name in VERDICTS if data.get(name) is not None]
     if not given:
-        raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
+        raise RowError(f"not a KTO row: it has no {' or '.join(VERDICTS)}")
     verdicts = {key: verdict_of(data[key], is_judged=True) for key in given}
     for key, verdict in verdicts.items():
         if verdict is None:
             raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
         if verdict != verdicts[given[0]]:
-            raise RowError(f"the row has {' and '.join(given)} that differ; keep one")
+            raise RowError(f"{' and '.join(given)} of the row differ; keep one")
     if names := preference_keys(data):
         raise _two_verdicts(names, given[0], data)
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
     source = read_prepared(rest, options)
     if isinstance(source, TextRow):
-        raise RowError(f"the row has only text, and {given[0]} judges an answer: give its messages")
+        raise RowError(f"the row has only text, but {given[0]} is a label for an answer: provide messages")
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
     else:
@@ -211,16 +217,15 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
         is_judged = any_trained(source.messages, source.weights)
     if not is_judged:
         raise RowError(
-            "the row ends with a user's message, or with nothing that is trained on, so there is no answer that its"
-            " label could judge"
+            "the row has a label but no answer: it ends with a user message, or with an answer that is not trained on"
         )
-    require_one(source, options.system_starts, f"{given[0]} judges one answer")
+    require_one(source, options.system_starts, f"{given[0]} is the label of one answer")
     return [source], int(bool(verdicts[given[0]]))
 
 
 def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:
     """Return the error about a row of both kinds."""
     return RowError(
-        f"a preference row ({', '.join(names)}) in which {verdict} is {str(data[verdict]).lower()}, a verdict on one"
-        " answer: leave out what is not meant"
+        f"the row has a preference pair ({', '.join(names)}) and also {verdict} ({str(data[verdict]).lower()}), the"
+        " label of a single answer: remove one of the two"
     )

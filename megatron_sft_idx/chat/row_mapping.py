@@ -81,7 +81,7 @@ _ROLES: Final = {
     **dict.fromkeys(("function", "function_response", "tool_response", "observation", "observations"), "tool"),
 }
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function_call")
-# Fields to move up from an object inside a path, in addition to those that control training.
+# Fields to move up from an object inside a path, in addition to the fields that control training.
 _CARRIED_OF_ROWS: Final = frozenset({*SYSTEMS, *TOOLS, *VERDICTS, *MEDIA, TEMPLATE_VARIABLES, "mask", "is_correct"})
 _CARRIED_OF_TURNS: Final = frozenset(
     {"role", "content", *_ALSO["reasoning_content"], "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
@@ -132,7 +132,7 @@ class RowMapping:
                 if option == "--turn-fields" and target in FLAGS and path.rpartition(".")[2] in INVERTED:
                     raise FormatError(f"{option} {target}={path}: {path} means the opposite of {target}; leave it out")
             if len(set(mapping.values())) < len(mapping):
-                raise FormatError(f"{option}: two targets have the same path; map each path once")
+                raise FormatError(f"{option}: two targets have the same path; map each path only once")
         by_name: dict[str, str] = {}
         for name, role in (roles or {}).items():
             if role not in ROLES:
@@ -141,7 +141,10 @@ class RowMapping:
                     f" {', '.join(ROLES)}"
                 )
             if by_name.setdefault(name.lower(), role) != role:
-                raise FormatError(f"--roles {name}={role}: {name!r:.40} in another case is {by_name[name.lower()]}")
+                raise FormatError(
+                    f"--roles {name!r:.40}={role}: the same name with other capital letters is mapped to"
+                    f" {by_name[name.lower()]}; map it once"
+                )
         return cls(*(tuple(sorted((mapping or {}).items())) for mapping in (fields, turn_fields, roles)))
 
     def __bool__(self) -> bool:
@@ -292,8 +295,8 @@ def _require_one_kind(targets: Sequence[str]) -> None:
     allowed += [{"messages", "chosen", "rejected"}]
     if len(targets) > 1 and not any(each.issuperset(targets) for each in allowed):
         raise RowError(
-            f"--fields maps {' and '.join(targets)}, and the row has them all; map messages, or prompt and completion"
-            " (the prompt may be a list of messages), or text"
+            f"--fields maps {' and '.join(targets)}, and the row has all of them; map only messages, or prompt and"
+            " completion (the prompt can be a list of messages), or text"
         )
 
 
@@ -307,7 +310,7 @@ def _carry(siblings: Mapping[str, Any], names: frozenset[str], fields: dict[str,
         if fields.get(name) is None:
             fields[name] = siblings[name]
         elif fields[name] != siblings[name]:
-            raise RowError(f"{what} has {name}, and an object in it has {name} that differs; keep one")
+            raise RowError(f"{what} and an object in it have different values for {name}; keep one")
 
 
 def _opened(value: Any) -> Any:
@@ -321,7 +324,7 @@ def _opened(value: Any) -> Any:
 
 
 def paths_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the paths in a row, a few levels deep; for a list, those of the first item."""
+    """Return the paths in a row, a few levels deep; for a list, the paths of its first item."""
     return list(_leaves_of(row, 1))
 
 

@@ -48,15 +48,15 @@ class RowOptions:
         object.__setattr__(self, "ignore_fields", tuple(sorted({*self.ignore_fields})))
         if self.kind == "text" and self.train_on != "all":
             raise FormatError(
-                "--row-kind text goes with --train-on all: plain text has no roles, so every token of it is trained on"
+                "--row-kind text needs --train-on all: plain text has no roles, so every token is trained on"
             )
         mapped = {path for _, path in (*self.mapping.fields, *self.mapping.turn_fields)}
         if both := mapped.intersection(self.ignore_fields):
-            raise FormatError(f"--ignore-field {min(both)}: the field is mapped too; leave one out")
+            raise FormatError(f"--ignore-field {min(both)}: the field is also mapped; remove one of the two options")
         targets = dict(self.mapping.fields)
         for target, kind in (("chosen", "preference"), ("rejected", "preference"), ("label", "kto")):
             if target in targets and self.kind != kind:
-                raise FormatError(f"--fields {target}={targets[target]} goes with --row-kind {kind}")
+                raise FormatError(f"--fields {target}={targets[target]} needs --row-kind {kind}")
 
     @property
     def requires_answer(self) -> bool:

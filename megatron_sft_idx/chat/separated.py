@@ -84,7 +84,7 @@ def read_column_names(raw: bytes, delimiter: str, path: str) -> ColumnNames:
     except ValueError as error:
         raise FormatError(f"{path}: header: {error}") from None
     if not names:
-        raise FormatError(f"{path}: the first line is empty, expected the names of columns; remove it")
+        raise FormatError(f"{path}: the first line is empty, expected column names; remove the empty line")
     if not all(name.strip() for name in names[1:]):  # pandas writes the index first, without a name
         raise FormatError(f"{path}: the header has a column without a name; name it")
     if repeated := {name for name in names if names.count(name) > 1}:
@@ -108,7 +108,7 @@ def _fields_of(raw: bytes, delimiter: str) -> list[str]:
         records = list(csv.reader([text], delimiter=delimiter, strict=True))
     except csv.Error as error:
         raise ValueError(
-            f"not a record of separated values: {error}; quote fields that hold quotes or line ends"
+            f"not a valid record of separated values: {error}; quote fields that contain quotes or line breaks"
         ) from None
     if len(records) != 1:
         raise ValueError("a quote in a field that is not quoted; quote the field, and write the quote twice")

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, including those of ``save_to_disk`` folders, in pieces of whole rows.
+"""Read Parquet and Arrow files, including the files of ``save_to_disk`` folders, in pieces of whole rows.
 
 Each piece is a small Arrow stream of about the requested size, so memory does not depend on the size of the file's row
 groups. ``values`` describes the values of rows. Values of types that JSON does not have are not decoded.
@@ -176,7 +176,7 @@ class _Column(NamedTuple):
 
     Attributes:
         array: the values, without encoding and extension type.
-        field: name of the field, with those of its parents.
+        field: name of the field, with the names of its parents.
         extension: name of its extension type; "" if it has none.
     """
 
@@ -219,7 +219,7 @@ class _Column(NamedTuple):
         return next((form for name, form in (forms | lists).items() if _is(kind, name)), "undecoded")
 
     def children(self) -> list[_Column]:
-        """Return struct fields, list items, or keys and values of maps, without those of nulls."""
+        """Return struct fields, list items, or keys and values of maps. Leaves out children of nulls."""
         import pyarrow as pa
 
         array, kind = self.array, self.array.type

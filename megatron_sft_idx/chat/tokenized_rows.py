@@ -28,7 +28,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
     if not ids.size:
         raise RowError("input_ids is empty")
     if ids.min() < 0 or ids.max() > _MAX_ID:
-        raise RowError(f"input_ids holds {ids[(ids < 0) | (ids > _MAX_ID)][0]}, no token's id")
+        raise RowError(f"input_ids contains {ids[(ids < 0) | (ids > _MAX_ID)][0]}, which is not a token id")
     masks: dict[str, NDArray[Any]] = {}
     for key in MASKS:
         if row.get(key) is not None:
@@ -36,7 +36,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
             if len(masks[key]) != len(ids):
                 raise RowError(f"{key} has {len(masks[key])} entries for {len(ids)} input_ids")
     if not masks:
-        raise RowError(f"input_ids without any of {', '.join(MASKS)}: nothing says what is trained on")
+        raise RowError(f"input_ids without {', '.join(MASKS)}: a mask is needed to know which tokens to train on")
     if len(masks) > 1 and "labels" in masks and _NOT_TRAINED not in masks["labels"]:
         del masks["labels"]  # the same ids; another mask selects the trained ones
     nothing = {key: _NOT_TRAINED if key == "labels" else 0 for key in masks}
@@ -49,7 +49,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
         mask *= _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
     if not mask[trained].all():
         raise RowError(
-            f"{', '.join(masks)} give a token weights whose product float32 rounds to 0; write 0, or larger ones"
+            f"{', '.join(masks)}: the product of a token's weights is rounded to 0 in float32; use 0 or larger weights"
         )
     if alignment == "label":
         mask = np.roll(mask, 1)
@@ -64,14 +64,14 @@ def _require_untrained_ends(values: NDArray[Any], key: str, nothing: int, bounds
         at = int(ends[wrong[0]])
         where = f"position {at}, the last of sequence {wrong[0] + 1}" if len(ends) > 1 else "the last position"
         raise RowError(
-            f"{key} is {values[at]} at {where}, expected {nothing}: no token follows that it could be of;"
-            " token-aligned?"
+            f"{key} is {values[at]} at {where}, expected {nothing}, because no token follows that could be predicted;"
+            " is the mask token-aligned?"
         )
 
 
 def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
     if rounds_to_zero(values):
-        raise RowError(f"{key} holds a weight that float32 rounds to 0; write 0, or 1e-40 or more")
+        raise RowError(f"{key} has a weight that is rounded to 0 in float32; use 0, or 1e-40 or more")
     with np.errstate(over="ignore"):
         mask = values.astype(np.float32)
     wrong = ~np.isfinite(mask) | (mask < 0)
@@ -87,8 +87,8 @@ def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64], alignment
     wrong = trained & (labels != targets)
     if wrong.any():
         at = int(np.argmax(wrong))
-        reason = f"labels[{at}] is {labels[at]} and stands for the token {targets[at]}; expected that id or -100"
+        reason = f"labels[{at}] is {labels[at]}, but the token there is {targets[at]}; expected the same id or -100"
         if trained[:-1].any() and (labels[:-1] == ids[1:])[trained[:-1]].all():
-            reason += "; they look shifted by one: hand them in as label-aligned"
+            reason += "; the labels look shifted by one: pass them as label-aligned"
         raise RowError(reason)
     return trained.astype(np.float32)

@@ -85,7 +85,7 @@ def _training_names(fields: tuple[str, ...]) -> Sequence[str]:
 
 
 def _ignoring(name: str) -> str:
-    return f"--ignore-field {name} reads rows without it"
+    return f"pass --ignore-field {name} to ignore it"
 
 
 # ---- messages ----
@@ -120,14 +120,14 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
             flags[name] = bool(value) != (name in INVERTED)
         elif name in _OF_PARTS or _may_be_flag(name, value):
             raise RowError(
-                f"{what} has {name}, which is not read here; say weight or train for the whole message,"
-                f" or {_ignoring(name)}"
+                f"{what} has {name}, which is not supported; set weight or train for the whole message, or"
+                f" {_ignoring(name)}"
             )
     for name, is_trained in flags.items():
         if is_trained and role != "assistant" and name in _OF_ANY_ROLE:
             raise RowError(
-                f"{what}.{name} is {str(message[name]).lower()}, so it is to be trained, but it is of the role {role};"
-                f" only what the assistant says is trained on: leave {name} out there, or {_ignoring(name)}"
+                f"{what}.{name} is {str(message[name]).lower()}, which asks to train a message with the role {role},"
+                f" but only assistant messages are trained on: remove {name} there, or {_ignoring(name)}"
             )
     _require_agreement(weights, flags, what)
     weight = next(iter(weights.values()), 1.0)
@@ -148,7 +148,7 @@ def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], 
         pairs = [(one, other) for one in weights for other in flags if (one, other) != ("loss_scale", "loss")]
         differ = next(([one, other] for one, other in pairs if bool(weights[one]) != flags[other]), [])
     if differ:
-        raise RowError(f"{what} has {' and '.join(differ)} that differ; keep one")
+        raise RowError(f"{what} has {' and '.join(differ)}, which contradict each other; keep one")
 
 
 def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
@@ -156,7 +156,7 @@ def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
     for name in MESSAGE_VERDICTS:
         if isinstance(message.get(name), (bool, np.bool_)):
             raise RowError(
-                f"{what}.{name} is {str(message[name]).lower()}, a verdict on this message that is not read here; say"
+                f"{what}.{name} is {str(message[name]).lower()}, a rating of this message that is not supported; set"
                 f" train for the message, or {_ignoring(name)}"
             )
 
@@ -181,8 +181,8 @@ def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
                     continue
             if name in _READ or name in _OF_PARTS or _may_be_flag(name, value):
                 raise RowError(
-                    f"{what}[{i}] has {name}, and a part of a message cannot be trained by itself; say {name} for the"
-                    f" whole message, make the parts several messages, or {_ignoring(name)}"
+                    f"{what}[{i}] has {name}, but training cannot be set for parts of a message; set {name} for the"
+                    f" whole message, split the parts into several messages, or {_ignoring(name)}"
                 )
 
 
@@ -232,7 +232,7 @@ def refuse_unread_words(message: Mapping[str, Any], what: str, read: Iterable[st
         is_text = isinstance(message[name], str) and len(message[name].split()) > 1
         if is_known or (is_text and not says_more and not any(map(_METADATA.fullmatch, words_of(name)))):
             raise RowError(
-                f"{what} has no words in content, but some in {name}, which is not read: move them to content, or"
+                f"{what} has no text in content, but has text in {name}, which is not read: move it to content, or"
                 f" {_ignoring(name)}"
             )
 
@@ -252,17 +252,17 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
     """Raise RowError if a row has a field that may control training and is not in ``read``."""
     for name in training_names(data):
         if name not in read and _may_be_row_flag(name, data[name]):
-            remedy = "say weight or train in the messages"
+            remedy = "set weight or train in the messages"
             if data.get("input_ids") is not None:
-                remedy = "call it loss_mask if it is a mask of the tokens"
+                remedy = "rename it to loss_mask if it is a mask of the tokens"
             raise RowError(
-                f"the row has {name} ({data[name]!r:.40}), which may say what is trained on and is not read here;"
+                f"the row has {name} ({data[name]!r:.40}), which may control what is trained on, but is not supported;"
                 f" {remedy}, or {_ignoring(name)}"
             )
 
 
 def _may_be_row_flag(name: str, value: Any) -> bool:
-    """Like ``_may_be_flag``, but for rows: a plain number is a flag only if it is 0 or 1 or named as a weight."""
+    """Like ``_may_be_flag``, for a row: a plain number is a flag only if it is 0 or 1 or named as a weight."""
     if isinstance(value, Undecoded):
         return not value.is_time
     if isinstance(value, np.ndarray):
@@ -321,8 +321,8 @@ def read_speaker_mask(
     kind, mask = data.get("type"), data.get("mask")
     if isinstance(kind, str) and kind == "TEXT_TO_VALUE":
         raise RowError(
-            "type is TEXT_TO_VALUE: such rows train the labels of turns, not what the assistant says, which is not read"
-            f" here; {_ignoring('type')} and trains on what the assistant says"
+            "type is TEXT_TO_VALUE: such rows train on the labels of turns instead of the assistant's text, which is"
+            f" not supported; to train on the assistant's text, {_ignoring('type')}"
         )
     if isinstance(mask, Undecoded):
         raise mask.error("the speakers that are not trained on, joined by commas")
@@ -332,26 +332,26 @@ def read_speaker_mask(
     for name in names:
         if name not in speakers:
             raise RowError(
-                f"mask is {mask!r:.40}, but nobody in the conversation is called {name!r:.40}; expected the speakers"
-                f" that are not trained on, joined by commas; {_ignoring('mask')}"
+                f"mask is {mask!r:.40}, but the conversation has no speaker {name!r:.40}; expected the speakers that"
+                f" are not trained on, joined by commas; {_ignoring('mask')}"
             )
     for i, (speaker, role) in enumerate(zip(speakers, roles, strict=True)):
         is_masked = speaker in names
         if is_masked != (speaker in mask):  # NeMo searches for the name anywhere in the mask
             raise RowError(
-                f"mask is {mask!r:.40}, in which {speaker!r:.40} is a part of another name; {_ignoring('mask')}"
+                f"mask is {mask!r:.40}, in which {speaker!r:.40} is part of another name; {_ignoring('mask')}"
             )
         if role == "assistant" and is_masked:
             weights[i] = 0.0
         elif role == "assistant" and not i and weights[i]:
             raise RowError(
-                f"the row has a mask, and its first turn is {speaker!r:.40}'s: NeMo never trains on the first turn; say"
-                f" train: false in it, or {_ignoring('mask')}"
+                f"the row has a mask, and its first turn is {speaker!r:.40}'s: NeMo never trains on the first turn;"
+                f" set train: false in it, or {_ignoring('mask')}"
             )
         elif role != "assistant" and i and not is_masked:
             raise RowError(
-                f"mask is {mask!r:.40}, so what {speaker!r:.40} says is to be trained, but only what the assistant says"
-                f" is trained on: add {speaker!r:.40} to it, or {_ignoring('mask')}"
+                f"mask is {mask!r:.40}, which asks to train on {speaker!r:.40}, but only assistant messages are"
+                f" trained on: add {speaker!r:.40} to it, or {_ignoring('mask')}"
             )
     if not any(weight for weight, role in zip(weights, roles, strict=True) if role == "assistant"):
         raise RowError(f"mask is {mask!r:.40}, so nothing in this row is trained on; {_ignoring('mask')}")
@@ -366,7 +366,7 @@ _NO_MESSAGES: Final = frozenset({"tools", "functions", "chat_template_kwargs", "
 
 
 def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counter[str]) -> dict[str, Any]:
-    """Return a row without these fields, including those of its messages and their parts.
+    """Return a row without these fields, also in its messages and their parts.
 
     ``counts`` gets the number of dropped fields with a value, by the name of the note for the summary.
     """
@@ -407,7 +407,7 @@ def messages_of_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         if _PRINTED.match(value):
             raise RowError(
-                f"{value[:30]!r}... is a list of messages as Python prints it, and not JSON; write the field with"
+                f"{value[:30]!r}... is a list of messages in Python's format, not JSON; write the field with"
                 " json.dumps, or the file as .jsonl or .parquet"
             )
         with contextlib.suppress(ValueError):
@@ -432,5 +432,5 @@ _IGNORED: Final = "ignored_field:"
 
 
 def note_of_ignored(name: str) -> str:
-    """Return the name of the note that counts an ignored field."""
+    """Return the name of the summary note for an ignored field."""
     return _IGNORED + name

@@ -123,23 +123,23 @@ def _of_pair(turn: Any, what: str, *, is_first: bool) -> list[tuple[Message, str
     """Return the messages of a pair. Training fields belong to the answer; any other field with a value is rejected."""
     turn = without_nulls(typed(turn, dict, what, "an object with a question and its answer"))
     if (keys := pair_keys(turn)) is None:
-        raise RowError(f"{what} has no question and answer, but the turns before it have; found {', '.join(turn)}")
+        raise RowError(f"{what} has no question and answer, unlike the turns before it; found {', '.join(turn)}")
     ask, answer = keys
     if not is_filled(turn[ask]):
-        raise RowError(f"{what}.{ask} is empty: its {answer} answers nothing")
+        raise RowError(f"{what}.{ask} is empty, so its {answer} has no question")
     rest = {key: value for key, value in turn.items() if key not in (ask, answer)}
     messages: list[tuple[Message, str]] = []
     if is_filled(system := rest.pop(_PAIR_SYSTEM, None)):
         if not is_first:
-            raise RowError(f"{what} has another system prompt; make it a conversation of several rows")
+            raise RowError(f"{what} has a different system prompt; split the conversation into several rows")
         messages.append(({"role": "system", "content": system}, f"{what}.{_PAIR_SYSTEM}"))
     if _OUTPUT_FLAG in rest:
         rest["train"] = rest.pop(_OUTPUT_FLAG)
     unread = [key for key in rest if key not in training_names(rest) and is_filled(rest[key])]
     if unread:
         raise RowError(
-            f"{what} has {ask}, {answer} and also {', '.join(unread)}, which is not read here;"
-            f" --ignore-field {unread[0]} reads rows without it"
+            f"{what} has {ask}, {answer} and also {', '.join(unread)}, which is not supported; pass --ignore-field"
+            f" {unread[0]} to ignore it"
         )
     asked, answered = {"role": "user", "content": turn[ask]}, {"role": "assistant", "content": turn[answer], **rest}
     return [*messages, (asked, f"{what}.{ask}"), (answered, f"{what}.{answer}")]
@@ -148,15 +148,14 @@ def _of_pair(turn: Any, what: str, *, is_first: bool) -> list[tuple[Message, str
 def _of_texts(texts: list[Any], key: str) -> list[tuple[Message, str]]:
     """Return the messages of a list of strings, alternating between user and assistant."""
     for i, text in enumerate(texts):
-        typed(text, str, f"{key}[{i}]", "a string, as the turns before it")
+        typed(text, str, f"{key}[{i}]", "a string like the turns before it")
         if _SPEAKER.match(text):
             raise RowError(
-                f"{key}[{i}] is a string that gives its speaker, {text[:20]!r}; make it an object with role and content"
+                f"{key}[{i}] is a string that begins with its speaker, {text[:20]!r}; use an object with role"
+                " and content"
             )
     if len(texts) % 2:
-        raise RowError(
-            f"{key} has {len(texts)} strings, expected an even number: the user's and the assistant's in turn"
-        )
+        raise RowError(f"{key} has {len(texts)} strings, expected an even number: user and assistant texts alternate")
     roles = ("user", "assistant")
     return [({"role": roles[i % 2], "content": text}, f"{key}[{i}]") for i, text in enumerate(texts)]
 
@@ -186,7 +185,7 @@ def _message_of_turn(turn: Any, what: str) -> Message:
         raise RowError(f"{what} ({speaker}) has no value")
     rest = {key: other for key, other in turn.items() if key not in ("from", "value")}
     if is_filled(rest.get("content")) and rest["content"] != value:
-        raise RowError(f"{what} has value and content that differ; keep one")
+        raise RowError(f"value and content of {what} differ; keep one")
     return {**rest, "role": speaker, "content": value}
 
 
@@ -198,7 +197,7 @@ def _calls_in_content(message: Message, what: str) -> Message:
     content = json_of(message.get("content"), what)
     calls = content if isinstance(content, list) else [content]
     if not calls:
-        raise RowError(f"{what} holds no call")
+        raise RowError(f"{what} contains no call")
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
     return {**rest, "role": "assistant", "content": None, "tool_calls": [_make_tool_call(call, what) for call in calls]}
 
@@ -209,8 +208,8 @@ def _with_role(message: Message, what: str, options: RowOptions) -> tuple[Messag
     role = _role_of(given, options.mapping.role_names)
     if role is None:
         raise RowError(
-            f"{what} has the role {given!r:.40}; known are {', '.join(ROLES)} and their usual names; --roles NAME=ROLE"
-            " says what another name means"
+            f"{what} has the role {given!r:.40}; known roles are {', '.join(ROLES)} and their usual names; map other"
+            " names with --roles NAME=ROLE"
         )
     if role != "function_call":
         return message, role
@@ -234,7 +233,7 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
     message, role = _with_role(message, what, options)
     if not _RARE.isdisjoint(message):
         if (key := first_filled(message, MEDIA)) is not None:
-            advice = "give it to the row, or as a part of the content" if options.media else NOT_READ
+            advice = "move it to the row, or make it a part of the content" if options.media else NOT_READ
             raise RowError(f"{what} has {key}; {advice}")
         refuse_verdict(message, what)
     weight = 1.0
@@ -242,8 +241,8 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
         weight = weight_of(message, names, role, what)
         if weight != 1 and role != "assistant" and not options.requires_answer:
             raise RowError(
-                f"{what} has the weight {weight:g}, but --train-on all trains every word but the assistant's with"
-                " weight 1: leave the weight out, or take another --train-on"
+                f"{what} has the weight {weight:g}, but --train-on all gives all other messages weight 1: remove the"
+                " weight, or choose another --train-on"
             )
     if isinstance(message.get("content"), list):
         refuse_flagged_parts(message["content"], role, f"{what}.{text_in}")
@@ -251,7 +250,7 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
             message = _with_fields(message, what)
     calls = _tool_calls_of(message, what)
     if calls and role != "assistant":
-        raise RowError(f"{what} has tool calls and the role {given!r}; only the assistant makes them")
+        raise RowError(f"{what} has tool calls and the role {given!r}; only assistant messages can have tool calls")
     reasoning = _reasoning_of(message, what) if role == "assistant" else {}
     out: dict[str, Any] = {"role": role}
     says_words = False
@@ -282,8 +281,8 @@ def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict
         if kind is not None:
             parts.append(media_part(part, kind, f"{what}[{i}]"))
         elif isinstance(part, dict) and (media := first_filled(part, MEDIA)) is not None:
-            raise RowError(f"{what}[{i}] is of type {part.get('type')!r:.40} and has {media}; give it as another part")
-        elif text := _text_of_part(part, f"{what}[{i}]", "only text, images and audio can be trained on here"):
+            raise RowError(f"{what}[{i}] is of type {part.get('type')!r:.40} and has {media}; make it a separate part")
+        elif text := _text_of_part(part, f"{what}[{i}]", "only text, images and audio are supported"):
             parts.append({"type": "text", "text": text})
     # Templates for images may write something between two texts, so these stay separate.
     return parts if len(parts) > 1 or any(part["type"] != "text" for part in parts) else _text_of(content, what)
@@ -322,7 +321,7 @@ def _with_fields(message: Message, what: str) -> Message:
     if order != sorted(order):
         raise RowError(
             f"{what}.content has parts in the order {', '.join(map(str, kinds))}; chat templates write reasoning, then"
-            " text, then tool calls: make it several messages"
+            " text, then tool calls: split it into several messages"
         )
     texts: list[Any] = []
     reasoning: list[str] = []
@@ -393,7 +392,7 @@ def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
             refuse_flagged_parts(given, "assistant", f"{what}.{key}")
             texts[key] = _text_of(given, f"{what}.{key}")
     if len(set(filter(None, texts.values()))) > 1:
-        raise RowError(f"{what} has {' and '.join(texts)} that differ; keep one")
+        raise RowError(f"{' and '.join(texts)} of {what} differ; keep one")
     return texts | {"reasoning_content": max(texts.values(), key=len)} if texts else {}
 
 

@@ -70,7 +70,7 @@ class Conversation(NamedTuple):
     Attributes:
         messages: dicts with ``role``, a string ``content`` (which may be missing next to tool calls), ``tool_calls``,
             ``reasoning_content``, and all other fields of the row's messages except those in ``training_fields``.
-        weights: one loss weight per message, in the order of ``messages``. Only those of assistant messages have an
+        weights: one loss weight per message, in the order of ``messages``. Only weights of assistant messages have an
             effect.
         tools: tool schemas for the template, or None.
         kwargs: extra template variables set by the row itself (``chat_template_kwargs``).
@@ -155,7 +155,7 @@ class Encoded(NamedTuple):
     Attributes:
         input_ids: int32 [length].
         loss_mask: float32 [length], token-aligned: the weight of each token, 0 if it is not trained on.
-        notes: counts for the summary, by name: straddling tokens, literals kept as text, and those of ``Rendered``.
+        notes: counts for the summary, by name: straddling tokens, literals kept as text, and the notes of ``Rendered``.
         straddling: the text of a token that contains characters of both a header and a span, for display; "" if there
             is none.
         media: images and recordings of the sequence, in order.
@@ -206,8 +206,8 @@ class MaskOptions:
             self.train_on_thinking and self.train_on_tool_calls and self.earlier_reasoning != "split"
         ):
             raise FormatError(
-                "--train-on markers trains exactly what the markers enclose: leave out --no-train-on-thinking,"
-                " --no-train-on-tool-calls and --earlier-reasoning split"
+                "--train-on markers trains on exactly the text that the markers enclose: leave out"
+                " --no-train-on-thinking, --no-train-on-tool-calls and --earlier-reasoning split"
             )
         if self.template_date is not None:
             try:

@@ -53,8 +53,8 @@ def refuse_bad_answer(row: Mapping[str, Any]) -> None:
     for name in _VERDICTS:
         if name in row and row[name] is not None and str(row[name]).strip().lower() in _WRONG:
             raise RowError(
-                f"{name} is {str(row[name]).lower()}: the row says that its answer is wrong, and it would be trained"
-                f" on; leave such rows out, or --ignore-field {name} reads rows without it"
+                f"{name} is {str(row[name]).lower()}: the row marks its answer as wrong, but training would learn it;"
+                f" leave such rows out, or pass --ignore-field {name} to train on them anyway"
             )
 
 
@@ -91,8 +91,8 @@ def refuse_unread_of_messages(row: Mapping[str, Any], read: str, messages: Seque
             _refuse_words(row, name, "turns", messages, ())
         elif name in ANSWERS and not is_answered and _holds_words(row[name]):
             raise RowError(
-                f"the last message is the user's, and {name} may be the answer to it; --fields prompt=NAME"
-                f" completion={name} reads the messages as the prompt, --ignore-field {name} reads rows without it"
+                f"the last message is from the user, and {name} may be its answer; pass --fields prompt=NAME"
+                f" completion={name} to use the messages as the prompt, or --ignore-field {name} to ignore it"
             )
 
 
@@ -147,14 +147,14 @@ def _refuse_words(
         return
     mapped = {"reasoning": REASONING, "prompt": "prompt", "turns": "messages"}.get(part, "completion")
     raise RowError(
-        f"the row has {name}, which holds words of the {'answer' if part == _SOLUTION else part} and is not read;"
-        f" --fields {mapped}={name}, with the other columns of the row, reads it; --ignore-field {name} reads rows"
-        " without it"
+        f"the row has {name}, which looks like text of the {'answer' if part == _SOLUTION else part} but is not read;"
+        f" map it with --fields {mapped}={name} (together with the other columns of the row), or pass --ignore-field"
+        f" {name} to ignore it"
     )
 
 
 def _have_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message already has reasoning, of which a column may be a copy."""
+    """Return whether a message already has reasoning; a column may then be a copy of it."""
     answers = [message for message in messages if message["role"] == "assistant"]
     return any(message.get(REASONING) or "</think>" in (message.get("content") or "") for message in answers)
 

@@ -39,10 +39,10 @@ _FLAT = _SIMPLE | {type(None)}
 
 
 class JsonText(str):
-    """The text of a field that is typed as JSON.
+    """The text of a field with the JSON type.
 
     Attributes:
-        field: name of the field, with those of its parents.
+        field: name of the field, with the names of its parents.
     """
 
     __slots__ = ("field",)
@@ -62,7 +62,7 @@ class Undecoded:
     something else, raises its error.
 
     Args:
-        field: name of the field, with those of its parents.
+        field: name of the field, with the names of its parents.
         reason: description of the value, as the end of a sentence that begins with the field.
         remedy: what the user can do.
         is_time: whether it is a point in time or a duration.
@@ -194,7 +194,7 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
             value = parse_json(value.encode())
         except ValueError as error:
             reason = clause_of(error).replace("of the row", "of the text")
-            value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
+            value = Undecoded(value.field, f"has the type JSON, but is {reason}", "write it as JSON, or as a string")
     if in_whole and isinstance(value, Undecoded):
         raise _ReadAsWholeError(value)
     return value

@@ -53,8 +53,8 @@ def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
     paths, facts, watch = repair.paths, repair.facts, repair.watch
     if missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in repair.faults]:
         raise FormatError(
-            f"{paths.prefix}: there is no good .seq.idx, and {', '.join(missing)} is missing: it cannot be derived;"
-            " restore it from a copy (rule F1)"
+            f"{paths.prefix}: missing files that cannot be derived without a valid .seq.idx: {', '.join(missing)};"
+            " restore them from a copy (rule F1)"
         )
     media = _media_beside(paths)
     present = [path for path in paths.data if os.path.exists(path)]
@@ -100,8 +100,9 @@ def _media_beside(paths: ShardPaths) -> MediaChecksums | None:
         return MediaHeader.decode(start.raw, paths.media_items).checksums
     if os.path.lexists(paths.media_data):
         raise FormatError(
-            f"{paths.media_data}: it may hold the images and audio of this shard, and {paths.media_items}, which says"
-            " where they stand, is missing: restore that from a copy; if the shard has none, move this file away"
+            f"{paths.media_data}: it may contain the images and audio of this shard, but {paths.media_items}, with"
+            " their positions, is missing: restore that file from a copy; if the shard has no images or audio, move"
+            " this file away"
         )
     return None
 
@@ -118,7 +119,10 @@ def _index_and_dtypes(
         except CorruptShardError as corrupt:
             fault = f"{corrupt}. Without it: "
         if idx is not None and facts.token_dtype not in (None, token_dtype):
-            raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {facts.token_dtype}")
+            raise FormatError(
+                f"{paths.idx}: its tokens are {token_dtype}, but --token-dtype is {facts.token_dtype}; leave the"
+                " option out if the file is right"
+            )
     return idx, _dtypes_by_size(paths, token_dtype, facts.mask_dtype), fault
 
 
@@ -142,12 +146,12 @@ def _dtypes_by_size(
     ]
     if len(fitting) == 1:
         return fitting[0]
-    sizes = f"{paths.prefix}: .bin has {tokens_nbytes} bytes, .loss.bin {loss_nbytes}"
+    sizes = f"{paths.prefix}: .bin has {tokens_nbytes} bytes, .loss.bin has {loss_nbytes}"
     if fitting:
-        raise FormatError(f"{sizes}, which says nothing of their dtypes; pass --token-dtype and --mask-dtype")
+        raise FormatError(f"{sizes}, from which the dtypes cannot be determined; pass --token-dtype and --mask-dtype")
     given = ", ".join(str(dtype) for dtype in (token_dtype, mask_dtype) if dtype is not None)
     expected = given or "uint16 or int32 tokens with uint8 or float32 masks"
-    raise FormatError(f"{sizes}, which do not go together as {expected} (rule F2); restore the one that was cut short")
+    raise FormatError(f"{sizes}, which does not match {expected} (rule F2); restore the truncated file")
 
 
 def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: PackChunk) -> _native.PackWalk:
@@ -187,19 +191,21 @@ def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs
         check_ids(tokens, dtypes[0], 1 << 32, findings, pack_of)
     for finding in findings.kept:
         if finding.path == paths.seq_idx:  # not written yet, so only its limits can be wrong
-            remedy = "pass the --seq-length and --sequence-multiple that it was packed with, or none"
+            remedy = "pass the --seq-length and --sequence-multiple that it was packed with, or leave both out"
             raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
         where = f"{finding.path}: byte {finding.offset}"
-        raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or one is damaged: restore it")
+        raise FormatError(
+            f"{where}: {finding.what}; the files belong to different shards, or one is damaged: restore it"
+        )
     return walk
 
 
 def _what_is_known(header: Header, unknown: Sequence[str]) -> str:
     """Describe which header values the files do not contain; ``unknown`` are names in ``_HEADER_ONLY``."""
     words = [
-        f"capacity {header.capacity}" + (", the longest pack" if "capacity" in unknown else ""),
-        f"sequence multiple {header.sequence_multiple}" + (", not known" if "sequence_multiple" in unknown else ""),
-        "pad id not known" if header.pad_id is None else f"pad id {header.pad_id}",
+        f"capacity {header.capacity}" + (" (the longest pack)" if "capacity" in unknown else ""),
+        f"sequence multiple {header.sequence_multiple}" + (" (unknown)" if "sequence_multiple" in unknown else ""),
+        "pad id unknown" if header.pad_id is None else f"pad id {header.pad_id}",
         "metadata lost",
     ]
     return "; ".join(words)

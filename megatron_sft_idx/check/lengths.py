@@ -40,21 +40,21 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[NDArray[np.int64], np.dt
     nbytes = os.stat(path).st_size
 
     def corrupt(offset: int, what: str, rule: str = "I1") -> CorruptShardError:
-        detail = f"{what}; this file of {nbytes} bytes is damaged, or not the index of the .bin beside it"
+        detail = f"{what}; this file of {nbytes} bytes is damaged, or not the index of the .bin next to it"
         return CorruptShardError(path, offset, rule, detail)
 
     with open_regular(path) as file:
         raw = file.read(IDX_HEADER_NBYTES)
     if len(raw) < IDX_HEADER_NBYTES:
-        raise corrupt(len(raw), f"file ends after {len(raw)} bytes, an index has {IDX_HEADER_NBYTES} or more")
+        raise corrupt(len(raw), f"file ends after {len(raw)} bytes, but an index has at least {IDX_HEADER_NBYTES}")
     _, _, code, num_packs, documents = IDX_HEADER.unpack(raw)
     if code not in TOKEN_DTYPES:
         raise corrupt(17, f"dtype code {code}, expected 4 (int32) or 8 (uint16)")
     if raw[:17] != pack_idx_header(code, 0)[:17]:
-        raise corrupt(0, f"begins with {raw[:17]!r}, which is not Megatron's index of version 1")
+        raise corrupt(0, f"begins with {raw[:17]!r}, so it is not a Megatron index of version 1")
     # Python integers do not overflow, so a damaged count near 2^63 is an error here like any other.
     if nbytes != (expected := IDX_HEADER_NBYTES + 12 * num_packs + 8 * documents):
-        raise corrupt(18, f"{num_packs} packs and {documents} documents take {expected} bytes")
+        raise corrupt(18, f"an index of {num_packs} packs and {documents} documents has {expected} bytes")
     _, base, _ = idx_places(num_packs)
     lengths = _read_items(path, "<i4", IDX_HEADER_NBYTES, num_packs, nbytes).astype(np.int64)
     pointers = _read_items(path, "<i8", base, num_packs, nbytes)
@@ -63,10 +63,12 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[NDArray[np.int64], np.dt
         raise corrupt(IDX_HEADER_NBYTES + 4 * bad, what, "P1")
     begins = _native.offsets_from_lengths(lengths, TOKEN_DTYPES[code].itemsize, 0)
     for bad in np.flatnonzero(pointers != begins[:-1])[:1].tolist():
-        what = f"pack {bad} begins at byte {pointers[bad]}, by the lengths before it at {begins[bad]}"
+        what = f"pack {bad} begins at byte {pointers[bad]}, expected {begins[bad]} from the lengths before it"
         raise corrupt(base + 8 * bad, what)
     if begins[-1] != tokens_nbytes:
-        raise corrupt(IDX_HEADER_NBYTES, f"packs of {begins[-1]} bytes in all, .bin has {tokens_nbytes}", "F2")
+        raise corrupt(
+            IDX_HEADER_NBYTES, f"the packs have {begins[-1]} bytes in total, but .bin has {tokens_nbytes}", "F2"
+        )
     return lengths, TOKEN_DTYPES[code]
 
 
@@ -78,7 +80,7 @@ def offset_lengths(path: str, offset: int, num_packs: int) -> NDArray[np.int64]:
     """
     nbytes = os.stat(path).st_size
     if offset + 8 * (num_packs + 1) > nbytes:
-        raise CorruptShardError(path, nbytes, "F2", "the file ends before its token offsets do")
+        raise CorruptShardError(path, nbytes, "F2", "the file ends inside its token offsets")
     offsets = _read_items(path, "<i8", offset, num_packs + 1, nbytes)
     if offsets[0] != 0:
         raise CorruptShardError(path, offset, "O2", f"token offsets begin with {offsets[0]}, expected 0")
@@ -98,12 +100,14 @@ def read_starts(path: str) -> NDArray[np.uint32]:
     """
     nbytes = os.stat(path).st_size
     if nbytes % 4:
-        raise CorruptShardError(path, nbytes, "F2", f"file has {nbytes} bytes, starts have 4 each; restore it")
+        raise CorruptShardError(
+            path, nbytes, "F2", f"file has {nbytes} bytes, which is not a multiple of 4; restore it"
+        )
     starts = _read_items(path, "<u4", 0, nbytes // 4, nbytes)
     if len(starts) and starts[0]:
         raise CorruptShardError(path, 0, "P2", f"the first start is {starts[0]}, expected 0; restore the file")
     for at in np.flatnonzero((starts[1:] != 0) & (starts[1:] <= starts[:-1]))[:1].tolist():
-        what = f"a start of {starts[at + 1]} after {starts[at]}, expected a larger one or 0; restore the file"
+        what = f"start {starts[at + 1]} follows start {starts[at]}, expected a larger one or 0; restore the file"
         raise CorruptShardError(path, 4 * (at + 1), "P3", what)
     return starts
 
@@ -157,10 +161,10 @@ def infer_lengths(
         num_sequences = np.diff(first_sequences(starts))
         is_certain = np.array_equal(begins[:-1] - np.repeat(pack_begins[:-1], num_sequences), starts)
     if not is_certain:
-        where = "where the mask is 0" if eod_id is None else f"where the mask is 0 and the id is {eod_id}"
+        where = "the mask is 0" if eod_id is None else f"the mask is 0 and the id is {eod_id}"
         raise FormatError(
-            f"{paths.prefix}: where packs end is not certain: a sequence can end at {num_ends} tokens, {where}, and"
-            f" there are {len(starts)} sequences; pass --eod-id if every sequence ends with an id that stands nowhere"
-            " else, or restore .idx or .seq.idx from a copy"
+            f"{paths.prefix}: the ends of packs cannot be determined: {num_ends} tokens could end a sequence"
+            f" ({where}), but there are {len(starts)} sequences; pass --eod-id if every sequence ends with an id that"
+            " occurs nowhere else, or restore .idx or .seq.idx from a copy"
         )
     return lengths

@@ -49,7 +49,9 @@ class _MediaFile:
         end = self.header.header_nbytes
         for name, (begin, entries) in self._places.items():
             if any(self.file.read(end, begin - end)):
-                self._findings.add("M4", self.file.path, end, "bytes between two arrays", "zeros", remedy=_RESTORE)
+                self._findings.add(
+                    "M4", self.file.path, end, "bytes between two arrays are not zero", "", remedy=_RESTORE
+                )
             end = begin + entries * _DTYPES[name].itemsize
 
     def ascending(self, rule: str, name: str, total: int, least: int) -> bool:
@@ -61,8 +63,8 @@ class _MediaFile:
             wrong = (np.diff(offsets) < least) | outside[1:] | outside[:-1]
             if wrong.any():
                 at = int(np.argmax(wrong))
-                expected = f"{least} or more above the one before it, and at most {total}"
-                self.add(rule, name, first + at + 1, f"{offsets[at + 1]} behind {offsets[at]}", expected)
+                expected = f"at least {least} more than the previous offset, and at most {total}"
+                self.add(rule, name, first + at + 1, f"{offsets[at + 1]} after {offsets[at]}", expected)
                 return False
         return True
 
@@ -96,7 +98,7 @@ def check_media(
             file = opened[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
             file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
-            findings.add("M1", path, 0, "no such file", "the images and audio that .seq.idx lists", remedy=_RESTORE)
+            findings.add("M1", path, 0, "file is missing, but .seq.idx lists images or audio", "", remedy=_RESTORE)
     if meter is not None and (data := opened.get(".media.data")) is not None:
         stream: Stream | None = Stream(data, meter)
     else:
@@ -132,7 +134,7 @@ def _check_items_file(
         if each is not None and each.nbytes != expected:
             is_whole = False
             found, at = f"{each.nbytes} bytes", min(each.nbytes, expected)
-            findings.add("F2", each.path, at, found, f"{expected} by the header", remedy=_RESTORE)
+            findings.add("F2", each.path, at, found, f"{expected}, from the header", remedy=_RESTORE)
     media.check_ends()
     if meter is None:
         return
@@ -154,7 +156,9 @@ def _check_belongs(media: _MediaFile, claims: HeaderClaims, listed: MediaChecksu
     for field, found, expected in zip(("data_checksum", "arrays_checksum"), header.checksums, listed, strict=True):
         if found != expected:
             found_text = f"{field} {found.hex()}"
-            findings.add("M1", path, MEDIA.offsets[field], found_text, f"{expected.hex()} by .seq.idx", remedy=_RESTORE)
+            findings.add(
+                "M1", path, MEDIA.offsets[field], found_text, f"{expected.hex()}, from .seq.idx", remedy=_RESTORE
+            )
     if not claims.sound:
         return
     if header.shard_id != claims.values["shard_id"]:
@@ -222,7 +226,7 @@ def _check_items(media: _MediaFile, files: Mapping[str, CheckedFile], claims: He
             media.add(each.rule, name, begin + each.item, each.found, each.expected, pack)
         num_checked = first + len(offsets) - 1
     if num_checked == claims.num_packs and claims.sound and order.num_used < media.header.num_blobs:
-        media.add("M9", "blobs", 0, f"{order.num_used} blobs that items show", media.header.num_blobs)
+        media.add("M9", "blobs", 0, f"{order.num_used} blobs used by items", media.header.num_blobs)
 
 
 def _check_blobs(media: _MediaFile, stream: Stream, findings: Findings) -> None:
@@ -246,4 +250,4 @@ def _check_distinct(media: _MediaFile) -> None:
     twice = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
     if len(twice):
         at = int(max(order[twice[0]], order[twice[0] + 1]))
-        media.add("M11", "blob_hashes", at, f"blob {at} with the hash of another one", "each file once")
+        media.add("M11", "blob_hashes", at, f"blob {at} has the same hash as another blob", "")

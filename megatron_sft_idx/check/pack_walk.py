@@ -201,8 +201,7 @@ def walk_packs(
     """Check all packs, given in order, against rules O1, O2 and P1 to P7; ``walk`` collects the violations.
 
     ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings. Without ``starts``, only the
-    lengths
-    of packs are checked. Without ``masks``, masks are not checked.
+    lengths of packs are checked. Without ``masks``, masks are not checked.
     """
     itemsize = np.dtype(mask_dtype).itemsize
     for run in runs:

@@ -48,7 +48,7 @@ _PARTLY = ("rebuild", "column", "removal")
 
 @dataclass(frozen=True)
 class FileState:
-    """What a rebuild found and did about one of the five files, or a column.
+    """The result of a rebuild for one of the five files, or for a column.
 
     Attributes:
         path: path of the file.
@@ -186,7 +186,7 @@ def _finish_job(paths: ShardPaths, remains: Remains, dry_run: bool) -> Rebuilt:
     """Publish the outputs of a job that was killed after all of them were complete."""
     if not dry_run:
         finish_interrupted(paths)
-    note = f"{len(remains.outputs)} outputs of a {remains.work} that was complete but for renames"
+    note = f"{len(remains.outputs)} outputs of a {remains.work} that was complete except for renaming its files"
     return Rebuilt(paths.prefix, (), (), note, dry_run)
 
 
@@ -197,13 +197,13 @@ def _refuse_remains(paths: ShardPaths, remains: Remains, *, dry_run: bool) -> No
         remedy = "run the same copy again"
     elif remains.work == "removal" and remains.is_complete:
         remedy = (
-            "run the command that removed it again, which finishes it; or, to keep what is left, move this folder away"
-            f" and run megatron-sft-idx rebuild {paths.prefix}"
+            "run the command that removed the shard again to finish the removal; or, to keep the remaining files,"
+            f" move this folder away and run megatron-sft-idx rebuild {paths.prefix}"
         )
     elif remains.is_complete and dry_run:
-        remedy = f"run it again: megatron-sft-idx rebuild {paths.prefix}"
+        remedy = f"finish it: megatron-sft-idx rebuild {paths.prefix}"
     if remedy is not None:
-        raise FormatError(f"{paths.building}: left by a {remains.work} that was interrupted; {remedy}")
+        raise FormatError(f"{paths.building}: left by an interrupted {remains.work}; {remedy}")
 
 
 def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building: Building | None) -> Rebuilt:
@@ -215,7 +215,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building:
     faults, report = _faults(paths, header, error, watch)
     if header is not None and not faults:
         good = Rebuilt(paths.prefix, _states(paths, header, {}, {}, _by_path(report)), dry_run=dry_run)
-        note = "nothing was rebuilt" if good.uncertain else "the five files are good, and nothing was rebuilt"
+        note = "nothing was rebuilt" if good.uncertain else "the five files are good, so nothing was rebuilt"
         return replace(good, note="nothing to do" if good.whole else note)
     _refuse_links(paths)
     broken, compared, notes, withheld = _by_path(report), True, list[str](), ""
@@ -238,7 +238,9 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building:
             if header is None:
                 _require_none(report, _of_five(report), *_CHANGED_MEANWHILE)
             else:
-                _require_none(report, _of_five(report), "every file could be as its header says", *_WRITTEN_SO)
+                _require_none(
+                    report, _of_five(report), "every file could be restored to match the header", *_WRITTEN_SO
+                )
         kept = repair.publish()
     states = _states(paths, new_header, faults, how_restored, broken, withheld)
     return Rebuilt(paths.prefix, states, tuple(kept), "; ".join(notes), dry_run, compared)
@@ -250,7 +252,7 @@ def _accept(paths: ShardPaths, restored: Rebuilt, dry_run: bool, watch: Watch) -
     wrong = accepted_findings(_verified(paths, watch, "reading"))
     if not dry_run:
         write_accepted(paths, header, wrong, watch)
-    how = "accepted as it is, under a new checksum"
+    how = "accepted as it is, with a new checksum"
     states = []
     for file in restored.files:
         fault = wrong.get(file.path)
@@ -313,8 +315,8 @@ def _faults(
         why, remedy = _WRITTEN_SO
         # Newly derived indexes are right only if the data is right, and .idx has the lengths of the packs.
         if not faults and {finding.path for finding in sound} <= {paths.idx, paths.seq_idx}:
-            remedy = f"move {paths.seq_idx} away to have the indexes derived from the rest, or {remedy}"
-        _require_none(report, sound, "every good file is as its header says", why, remedy)
+            remedy = f"move {paths.seq_idx} away, so that the indexes are derived from the other files, or {remedy}"
+        _require_none(report, sound, "every good file matches the header", why, remedy)
     return faults, report
 
 
@@ -347,10 +349,10 @@ def _by_path(report: Report) -> dict[str, Finding]:
 
 
 # Reasons why rules can be broken in intact files, and remedies.
-_WRITTEN_SO = "it was written so", "write it again"
+_WRITTEN_SO = "it was written that way", "write it again"
 _CHANGED_MEANWHILE = (
-    "every pack was checked as it was read",
-    "the files changed meanwhile, or the disk gives back other bytes each time",
+    "every pack was checked while it was read",
+    "the files have changed since, or the disk returns different bytes each time",
     "nothing was published; run the same command again",
 )
 
@@ -366,20 +368,20 @@ def _require_none(report: Report, findings: Sequence[Finding], what: str, why: s
     if findings:
         first, places = findings[0], "1 place" if report.num_findings == 1 else f"{report.num_findings} places"
         raise FormatError(
-            f"{report.prefix}: {what}, and yet rules are broken in {places}: {why}; the first is byte {first.offset} of"
+            f"{report.prefix}: {what}, but rules are broken in {places}, so {why}; the first is byte {first.offset} of"
             f" {first.path}: {first.what}; {remedy}"
         )
 
 
 # Why a file was not derived, and what the user can do, by suffix.
 _NOT_DERIVED = {
-    ".idx": "restore what is lost first, then run again",
+    ".idx": "first restore what is lost, then run again",
     ".bin": "tokens cannot be derived; restore it from a copy",
     ".loss.bin": "loss masks cannot be derived; restore it from a copy",
-    ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
+    ".seq.bin": "sequence starts can only be derived if every pack has one sequence; restore the file from a copy",
     # Without the header, it would be derived with lengths that this header's checksum has just shown to be wrong.
-    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, or"
-    " try --eod-id, then run again",
+    ".seq.idx": "no source of pack lengths reproduces the arrays that match its header: restore what is lost, or try"
+    " --eod-id, then run again",
 }
 
 
@@ -400,7 +402,9 @@ def _states(
     for path in paths.all:
         fault = faults.get(path, "")
         if path in how_restored and withheld:
-            remedy = f"readers would open {withheld} with it, as if nothing was wrong; {_NOT_DERIVED['.idx']}"
+            remedy = (
+                f"with this file, readers would open the damaged {withheld} without an error; {_NOT_DERIVED['.idx']}"
+            )
             states.append(FileState(path, "lost", fault, remedy))
         elif path in how_restored:
             fault = fault or "not as Megatron writes it (rule I1)"
@@ -446,8 +450,7 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     """Compare a header that was derived from the data with other evidence of the original data.
 
     The evidence is in the columns, because a shard id follows from the checksums of the four data files, and in a
-    damaged
-    ``.seq.idx``, which may still contain these checksums.
+    damaged ``.seq.idx``, which may still contain these checksums.
 
     Returns:
         Whether one of them proves that the data is unchanged, and a note for the user.
@@ -466,16 +469,19 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     if ids and not is_proven:
         path, shard_id = next(iter(ids.items()))
         raise FormatError(
-            f"{path}: of shard {shard_id.hex()}, and the other files would be shard"
-            f" {header.shard_id.hex()} (rule C6): tokens, masks, starts or pack lengths have changed, or this file is"
-            " another shard's; restore .seq.idx, or what has changed, from a copy; only if you know that this file is"
-            " not of this shard, move it away, and run again"
+            f"{path}: belongs to shard {shard_id.hex()}, but the other files would form shard {header.shard_id.hex()}"
+            " (rule C6): either tokens, masks, starts or pack lengths have changed, or this file belongs to another"
+            " shard; restore .seq.idx, or the changed file, from a copy; only if you are sure that this file belongs"
+            " to another shard, move it away and run again"
         )
     notes = []
     if not is_proven and len(differing) < len(names):
-        notes.append(f"the damaged .seq.idx has other checksums of {', '.join(differing)}: it or they have changed")
+        notes.append(
+            f"{', '.join(differing)}: the checksum differs from the damaged .seq.idx, so either the file or the"
+            " .seq.idx has changed"
+        )
     if columns := [column[1] for column in map(column_of, ids) if column]:
-        notes.append(f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones")
+        notes.append(f"the new .seq.idx lists no columns; {', '.join(columns)} remain as attached columns")
     return is_proven, notes
 
 
@@ -498,9 +504,9 @@ def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, 
         found = replace(header, digests=(tokens, loss, idx, starts)).shard_id
         if witnesses := [path for path, shard_id in others.items() if shard_id == found]:
             raise FormatError(
-                f"{paths.seq_idx}: of shard {header.shard_id.hex()}, and the other files are shard {found.hex()}, as"
-                f" {witnesses[0]} says (rule C6); restore the right one from a copy, or move this one away and run"
-                " again to have it derived from them"
+                f"{paths.seq_idx}: belongs to shard {header.shard_id.hex()}, but according to {witnesses[0]} the other"
+                f" files are shard {found.hex()} (rule C6); restore the right .seq.idx from a copy, or move this one"
+                " away and run again to derive it from the other files"
             )
 
 
@@ -515,19 +521,19 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
     is_complete, num_packs = remains.is_complete, remains.num_packs
     if not is_complete and remains.num_parts:
         raise FormatError(
-            f"{paths.building}: holds parts of an interrupted preprocess; run that command again, which goes on with"
-            f" them; or, to have the packs alone that were written, move {paths.building}/parts away first"
+            f"{paths.building}: contains parts of an interrupted preprocess; run that command again to continue; or,"
+            f" to recover only the packs that were written, move {paths.building}/parts away first"
         )
     if not is_complete and not num_packs:
         raise FormatError(
-            f"{paths.building}: the build was killed before it had written a pack, so there is nothing to recover;"
-            " build it again"
+            f"{paths.building}: the build was killed before it wrote a pack, so there is nothing to recover; build it"
+            " again"
         )
     if paths.present() and not overwrite and (not is_complete or remains.replaces):
         raise FormatError(
-            f"{paths.prefix}: a shard is here, and in {paths.building} the {num_packs} packs of a killed"
-            f" {remains.work} that was to replace it; run that command again; or put these packs in its place"
-            " (--overwrite); or remove this folder to rebuild the shard"
+            f"{paths.prefix}: there is a shard, and {paths.building} has {num_packs} packs of a killed {remains.work}"
+            " that was replacing it; run that command again; or replace the shard with these packs (--overwrite); or"
+            " remove the folder to rebuild the shard"
         )
     num_sequences, num_tokens = remains.num_sequences, remains.num_tokens
     broken: set[str] = set()
@@ -539,7 +545,7 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
         five = ShardPaths(paths.prefix).all
         broken.update(found.path for found in report.findings if found.rule == "F3" or found.path not in five)
         if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header can restore only indexes
-            what, why = "its folder says that all files are complete", "they were changed since"
+            what, why = "all files were complete", "they have changed since"
             again = "run the same copy again" if remains.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
             # Wrong checksums first, because the other findings may be consequences.
@@ -560,6 +566,6 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
             return rebuilt
         kept = rebuilt.kept
     files = tuple(FileState(path, "rebuilt", remedy=f"from {paths.building}") for path in remains.paths.all)
-    state = "complete but for renames" if is_complete else "killed"
+    state = "complete except for renaming its files" if is_complete else "killed"
     note = f"from a {remains.work} that was {state}: {num_packs} packs, {num_sequences} sequences, {num_tokens} tokens"
     return Rebuilt(paths.prefix, files, kept, note, dry_run, compared=is_complete)

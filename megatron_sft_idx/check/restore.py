@@ -149,8 +149,8 @@ class Repair:
                 for path in second_names.keys() - moved.keys():
                     os.unlink(second_names[path])
             if moved:
-                kept = ", ".join(f"{path} is {name} now" for path, name in moved.items())
-                raise FormatError(f"{error}. What was there before is kept: {kept}") from error
+                kept = ", ".join(f"{path} is now {name}" for path, name in moved.items())
+                raise FormatError(f"{error}. The previous files are kept: {kept}") from error
             raise
         return list(second_names.values())
 
@@ -170,8 +170,8 @@ def _give_second_name(path: str) -> str:
         os.link(path, name)
     except OSError as error:
         raise FormatError(
-            f"{path}: it cannot be kept as {name} ({error.strerror}); copy the shard to another disk, or to a shorter"
-            " name, and rebuild it there"
+            f"{path}: it cannot be kept under the name {name} ({error.strerror}); copy the shard to another disk, or"
+            " to a shorter name, and rebuild it there"
         ) from None
     return name
 
@@ -189,8 +189,8 @@ def joined_packs(paths: ShardPaths, lengths: NDArray[np.int64], starts: NDArray[
     num_sequences = np.diff(first_sequences(starts))
     if len(lengths) != len(num_sequences):
         detail = (
-            f"{len(num_sequences)} packs begin here (starts of 0), {len(lengths)} by {origin};"
-            " one of the two is damaged or of another shard: restore it"
+            f"{len(num_sequences)} packs begin here (starts of 0), but there are {len(lengths)} according to {origin};"
+            " one of the two is damaged or belongs to another shard: restore it"
         )
         raise CorruptShardError(paths.starts, 0, "P2", detail)
     return PackChunk(lengths, num_sequences)
@@ -221,7 +221,7 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
     if paths.starts in faults and header.num_sequences == header.num_packs:
         out = HashedFile(repair.create(paths.starts))
         out.write(np.zeros(header.num_packs, "<u4"))
-        accept(paths.starts, out.digest(), "one sequence a pack")
+        accept(paths.starts, out.digest(), "one sequence per pack")
     packs: PackChunk | None = None
     if paths.seq_idx not in faults:
         lengths = offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs)

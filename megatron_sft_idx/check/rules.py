@@ -45,12 +45,12 @@ from megatron_sft_idx.layout.files import (
     vocab_size_of,
 )
 
-_INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
-_DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
-_ATTACHED = "restore it from a copy, or remove it and attach it again; if it is no column, give it another name"
+_INDEX = "restore it from a copy, or rebuild it from the other files: megatron-sft-idx rebuild PREFIX"
+_DATA = "restore it from a copy, or write the shard again: its contents are stored nowhere else"
+_ATTACHED = "restore it from a copy, or remove it and attach it again; if it is not a column, rename it"
 _DOUBTED = (
-    "the .seq.idx was derived from the data, so it may be the data that changed: compare all of them with a copy, or"
-    " write the shard again; remove the column only if it is another shard's"
+    "the .seq.idx was derived from the data, so the data may have changed instead: compare all files with a copy, or"
+    " write the shard again; remove the column only if it belongs to another shard"
 )
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
 
@@ -73,8 +73,8 @@ class Finding:
         offset: byte offset in the file.
         pack: number of the pack there; None if the rule is not about one pack, or the token offsets are damaged.
         rule: number of the rule in FORMAT.md.
-        found: the value in the file.
-        expected: the value that the rule requires.
+        found: the value in the file, or the whole error if no value is expected.
+        expected: the value that the rule requires; empty if there is none, for example because the file is missing.
         remedy: what the user can do about it.
     """
 
@@ -88,9 +88,10 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """Return found and expected values and the rule, without the file, the offset and the remedy."""
+        """Return expected and found values and the rule, without the file, the offset and the remedy."""
         pack = "" if self.pack is None else f"pack {self.pack}: "
-        return f"{pack}found {self.found}, expected {self.expected} (rule {self.rule})"
+        what = f"expected {self.expected}, found {self.found}" if self.expected else self.found
+        return f"{pack}{what} (rule {self.rule})"
 
     def __str__(self) -> str:
         return f"{self.path}: byte {self.offset}: {self.what}; {self.remedy}"
@@ -154,7 +155,7 @@ class HeaderClaims:
 
     Args:
         values: the header's fixed fields by name, as stored.
-        sound: whether the header breaks no rule. Its contents are then those that its writer wrote.
+        sound: whether the header breaks no rule. Its contents are then as its writer wrote them.
         vocab_size: the tokenizer's, from the JSON block; None if the block has none.
         listed: checksums, in hex, of the columns that the shard was written with, by name.
         media: checksums of its images and audio; None if it has none.
@@ -213,16 +214,17 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     values = SEQ_IDX.values(raw)
     metadata = SEQ_IDX.metadata(raw)
     if metadata is not None and type(metadata.get("format_writer")) is not int:
-        findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a whole number")
+        findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no whole number format_writer in the JSON block", "")
     vocab_size = None
     try:
         vocab_size = vocab_size_of(metadata or {})
     except FormatError:
         found = f"tokenizer.vocab_size {(metadata or {})['tokenizer']['vocab_size']!r:.40} in the JSON block"
-        findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number from 1 on")
+        findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number of at least 1")
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
-        findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
+        found = "columns in the JSON block is not an object of names and checksums"
+        findings.add("C8", file.path, HEADER_FIXED_NBYTES, found, "")
     media = listed_media(metadata or {})
     return HeaderClaims(values, sound=not broken, vocab_size=vocab_size, listed=listed, media=media)
 
@@ -236,7 +238,7 @@ def check_sizes(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings
         expected = claims.nbytes.get(suffix)
         if expected is not None and file.nbytes != expected:
             offset = min(file.nbytes, expected)
-            findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected} by the header")
+            findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected}, from the counts in the header")
 
 
 def _check_item(
@@ -269,7 +271,7 @@ def check_array_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, fin
         _check_item(file, "<i8", base + last, total, rule, f"{{}} as last of {what}", findings)
     gap = claims.sequence_offsets + last + 8
     if any(file.read(gap, claims.token_offsets - gap)):
-        findings.add("H5", file.path, gap, "bytes between the two arrays", "zeros")
+        findings.add("H5", file.path, gap, "bytes between the two arrays are not zero", "")
     if idx := files.get(".idx"):
         head, expected = idx.read(0, IDX_HEADER_NBYTES), pack_idx_header(claims.values["token_dtype"], claims.num_packs)
         if head != expected:
@@ -307,7 +309,7 @@ def check_pack_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, find
         length = span[1] - span[0] if len(span) == 2 else 0
         for found in starts.array("<u4", offset, 1):
             if found >= length > 0:
-                expected = f"less than the {length} tokens of the pack"
+                expected = f"a start below the {length} tokens of the pack"
                 findings.add("P4", starts.path, offset, f"a sequence that starts at {found}", expected, pack=last)
     if (loss := files.get(".loss.bin")) and claims.mask_dtype is not None:
         offset = claims.mask_dtype.itemsize * (claims.num_tokens - 1)
@@ -390,7 +392,7 @@ def open_columns(
             file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             if name in listed:
-                findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
+                findings.add("C8", path, 0, "file is missing, but .seq.idx lists it", "", remedy=_DATA)
     return files
 
 
@@ -411,7 +413,7 @@ def check_column(
         return
     column = ColumnHeader.decode(raw, file.path)
     if file.nbytes != column.nbytes:
-        add("C2", min(file.nbytes, column.nbytes), f"{file.nbytes} bytes", f"{column.nbytes} by its header")
+        add("C2", min(file.nbytes, column.nbytes), f"{file.nbytes} bytes", f"{column.nbytes}, from its header")
     if claims is not None and claims.sound:
         if column.shard_id != claims.values["shard_id"]:
             found, expected = f"a column of shard {column.shard_id.hex()}", claims.values["shard_id"].hex()
@@ -419,18 +421,18 @@ def check_column(
             add("C6", 16, found, expected, _DOUBTED if is_derived else remedy)
         rows = num_rows_in(claims, column.spec.per)
         if column.rows != rows:
-            add("C5", 40, f"{column.rows} rows", f"{rows}: one a {column.spec.per}")
+            add("C5", 40, f"{column.rows} rows", f"{rows}, one per {column.spec.per}")
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
         if listed is not None and listed != checksum:
             add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
     rows_of = name  # "source" and "pair" have rules for their rows
     if name == "source" and not is_source(column.spec):
         rows_of = ""
-        expected = "uint32 x 2 a sequence, and files with names in its JSON"
-        add("C9", FIXED_NBYTES, "a source that names no files", expected)
+        expected = "uint32 x 2 per sequence, and a list of named files in its JSON"
+        add("C9", FIXED_NBYTES, "a source column without file names", expected)
     elif name == "pair" and column.spec.kind != PAIR.kind:
         rows_of = ""
-        add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
+        add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 per sequence")
     if meter is not None:
         _check_values(Stream(file, meter, len(raw)), column, rows_of, findings, add)
 

@@ -166,7 +166,7 @@ def verify_shard(
         if claims is not None:
             _check_files(paths, files, claims, findings, vocab_size or claims.vocab_size, meter)
         elif files:
-            findings.notes.append("there is no header that can be read, so the other files could not be held to it")
+            findings.notes.append("the header cannot be read, so the other files could not be checked against it")
         for name, file in columns.items():
             check_column(file, name, claims, findings, meter)
         if claims is not None and claims.media is not None:
@@ -208,25 +208,27 @@ def _open_files(
 ) -> dict[str, CheckedFile]:
     """Open the existing ones of the five files, by suffix; ``stack`` closes them. Each missing one breaks rule F1."""
     files: dict[str, CheckedFile] = {}
-    recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_building(paths) else None
+    recover = (
+        "recover the packs of the interrupted build: megatron-sft-idx rebuild PREFIX" if is_building(paths) else None
+    )
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
             file = files[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
             file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path):
-                found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"
+                found, remedy = "not a regular file", f"remove it, then {findings.remedy(path)}"
             else:
-                found, remedy = "no such file", recover or findings.remedy(path)
-            findings.add("F1", path, 0, found, "one of the five files of a shard", remedy=remedy)
+                found, remedy = "file is missing", recover or findings.remedy(path)
+            findings.add("F1", path, 0, found, "", remedy=remedy)
     return files
 
 
 def _note_of(paths: ShardPaths) -> str:
     """Return the note about the folder that a killed writer leaves."""
     return (
-        f"{os.path.basename(paths.building)}: left by a command that was killed, or is at work still; give that command"
-        f" again to go on, or recover its packs: megatron-sft-idx rebuild {paths.prefix}"
+        f"{os.path.basename(paths.building)}: left by a command that was killed or is still running; run that command"
+        f" again to continue, or recover its packs: megatron-sft-idx rebuild {paths.prefix}"
     )
 
 
@@ -251,9 +253,12 @@ def _check_files(
     array_begins = {".seq.idx": claims.sequence_offsets}
     streams = {suffix: Stream(file, meter, array_begins.get(suffix, 0)) for suffix, file in files.items()}
     if vocab_size is None:
-        findings.notes.append("ids are only held to their dtype: the header names no vocabulary, --vocab-size N does")
+        findings.notes.append(
+            "token ids were not checked against a vocabulary, because the shard does not record one; pass"
+            " --vocab-size N"
+        )
     if not arrays_found:
-        findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
+        findings.notes.append("the positions of the pack offsets are unknown, so the packs were not checked")
     _check_contents(paths, streams, claims, findings, vocab_size, meter, with_packs=arrays_found)
     for suffix, stream in streams.items():
         _check_checksum(stream, suffix, claims, findings)
@@ -382,7 +387,10 @@ def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | No
 def _check_counts(
     walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
 ) -> None:
-    """Compare the header's counts with those of the walk (H9), each only if all its data could be read."""
+    """Compare the header's counts with the counts of the walk (H9).
+
+    Skips a count if some of its data could not be read.
+    """
     all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
     all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
     for name, comparable in (
@@ -393,4 +401,4 @@ def _check_counts(
     ):
         claimed, counted = claims.values[name], getattr(walk, name)
         if comparable and claimed != counted:
-            findings.add("H9", path, SEQ_IDX.offsets[name], f"{name} {claimed}", f"{counted} by the data")
+            findings.add("H9", path, SEQ_IDX.offsets[name], f"{name} {claimed}", f"{counted}, counted in the data")

@@ -93,9 +93,9 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser.add_mutually_exclusive_group(),
         """
-        --pack N  show pack N instead of the summary
+        --pack N  show pack N instead of the summary, with trained tokens in [[ ]]
         --row FILE:LINE  list the packs that contain sequences of this input line
-        --find TEXT  list all places with exactly this text
+        --find TEXT  list all places with exactly this text, marked as >>TEXT<<
         --diff OTHER  show the differences from the shard at this prefix
         --html FILE  write an HTML page to this file
         """,
@@ -298,11 +298,10 @@ def _find(
             from_row = sources_of(shard, match.pack)[match.sequence : match.sequence + 1]
             named.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
             if not arguments.json:
-                before, text, after = map(on_one_line, (match.before, match.text, match.after))
                 trained = ", trained" if match.trained else ""
                 at = "".join(f" ({name})" for name in from_row)
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
-                print(f"{place}: {before}[[{text}]]{after}", flush=True)
+                print_layout(f"{on_one_line(place)}: {match.in_context(color=in_color())}")
         is_cut_off = next(matches, None) is not None
     end = [f"stopped after {len(named)} matches; raise --limit to see more"] if is_cut_off else []
     searched = shard.header.num_sequences if selected is None else int(selected.sum())
@@ -345,7 +344,7 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     require_apart([Place(path, "--html")], [*shards, *tokenizer])
     check_output(path, PAGE, overwrite=arguments.overwrite)
     survey = _survey(shard, arguments)
-    page = make_page(shard, survey, decode)
+    page = make_page(shard, survey, decode, tokenizer=arguments.tokenizer)
     write_file(path, page, PAGE, overwrite=arguments.overwrite)
     print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}")
     return 0

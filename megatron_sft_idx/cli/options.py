@@ -74,7 +74,7 @@ def declare(
             line. Values N and M are integers of at least 1, all others are text. PATH... is one value or more. An
             option without a value is a switch.
         settings_of: returns further settings for the name of an option, such as ``seq_length``: its type; a tuple of
-            choices, the first of which is the default; its default; or arguments of ``add_argument``, a dict.
+            choices, with the default first; its default; or arguments of ``add_argument``, a dict.
         **settings: the same by name, for options without a call of ``settings_of``.
     """
     for entry in re.split(r"\n(?! )", textwrap.dedent(text).strip()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import tempfile
@@ -233,9 +234,16 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@functools.cache
+def _types_and_defaults() -> dict[str, tuple[Any, Any]]:
+    """Return the type and the default of every argument of ``preprocess``."""
+    types, parameters = get_type_hints(preprocess), inspect.signature(preprocess).parameters
+    return {name: (types[name], parameter.default) for name, parameter in parameters.items()}
+
+
 def _as_argument(name: str) -> dict[str, Any]:
     """Return settings for ``declare``: type, choices and default of the argument ``name`` of ``preprocess``."""
-    hint, default = get_type_hints(preprocess)[name], inspect.signature(preprocess).parameters[name].default
+    hint, default = _types_and_defaults()[name]
     keywords: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
     if hint is bool:
         keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"

@@ -52,7 +52,7 @@ class Output:
 
     Attributes:
         error: why output was last dropped; None if all was written.
-        strict: whether to raise the first error. This ends work whose output nobody would receive.
+        strict: whether to raise the first error, which stops work if its output cannot be written.
     """
 
     error: OSError | None = None

@@ -2,9 +2,8 @@
 
 A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and usually a class
 ``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``). All other work of a reader or writer
-is
-done here, except for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its ``_open``
-and ``_begin``.
+is done here, except for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its
+``_open`` and ``_begin``.
 
 Two sections follow reader and writer: values in files of other formats (JSON, byte ranges); and the package metadata, a
 JSON object in which this package stores, in files of other formats, everything that they have no field for.
@@ -51,9 +50,9 @@ if TYPE_CHECKING:
 MaskRule = Literal["all"]
 # For ``PackedReader.notes``: how all masks of a file were converted.
 ALIGNMENT_NOTES = {
-    "token": "loss masks taken as token-aligned: shifted left by one inside every sequence",
-    "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
-    " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
+    "token": "loss masks are read as token-aligned: they are shifted left by one in every sequence",
+    "rolled-right": "loss masks are read as rolled right by one over each pack: they are rolled back, then shifted left"
+    " in every sequence; the value of each pack's last token was lost when the file was written, and counts as 0",
 }
 _MAX_JSON_NBYTES = 64 << 20
 
@@ -176,8 +175,8 @@ class PackedReader(ABC):
             self._states_alignment = True
             if self.alignment not in ("label", file_alignment):
                 raise FormatError(
-                    f"{self.path}: it says that its loss masks are {file_alignment}-aligned, mask alignment"
-                    f" {self.alignment!r} would shift them once more; leave the option out"
+                    f"{self.path}: its loss masks are stored as {file_alignment}-aligned, so mask alignment"
+                    f" {self.alignment!r} would shift them twice; leave the option out"
                 )
             self.alignment = file_alignment
         if self.alignment in ALIGNMENT_NOTES:
@@ -195,9 +194,9 @@ class PackedReader(ABC):
         """
         if self._assumes_labels() and 0 < num_sequences == num_set_ends:
             raise FormatError(
-                f"{self.path}: all of the first {num_sequences:,} sequences end in a loss mask above 0, where a"
-                " label-aligned mask has nothing to predict: these masks are token-aligned; pass mask_alignment='token'"
-                " (--mask-alignment token)"
+                f"{self.path}: all of the first {num_sequences:,} sequences end in a loss mask above 0, but a"
+                " label-aligned mask is 0 there, because no token follows: these masks are token-aligned; pass"
+                " mask_alignment='token' (--mask-alignment token)"
             )
 
     def require_judged(self, columns: Collection[str], remedy: str) -> None:
@@ -341,8 +340,8 @@ class PackedWriter(Shown, ABC):
 
     def _no_place_for_media(self) -> FormatError:
         return FormatError(
-            f"{self._path}: images and audio: {self.format} has no place for them, and their placeholders mean nothing"
-            " without them; convert to a format that has: sft-idx or parquet"
+            f"{self._path}: {self.format} cannot store images and audio, and their placeholder tokens are useless"
+            " without them; convert to sft-idx or parquet"
         )
 
     def _shown(self) -> str:
@@ -365,10 +364,10 @@ class PackedWriter(Shown, ABC):
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
             raise FormatError(
-                f"{self._path}: columns {names}: {self.format} has no place for them; leave them out (--no-columns),"
-                " or pass lossy (--lossy)"
+                f"{self._path}: {self.format} cannot store columns: {names}; leave them out (--no-columns), or pass"
+                " lossy (--lossy)"
             )
-        self.lost["columns"] = f"columns {names}: the format has no place for them"
+        self.lost["columns"] = f"columns {names}: the format cannot store them"
 
     def write(self, run: PackRun) -> PackRun:
         """Append packs. Return them as the format will return them: without what it cannot store.
@@ -380,18 +379,24 @@ class PackedWriter(Shown, ABC):
         """
         self._require_open()
         if self._vocab_size is not None:
-            limit = f", the vocabulary has {self._vocab_size} tokens (rule P9)"
+            limit = f", but the vocabulary has {self._vocab_size} tokens (rule P9)"
             self._require_ids_within(run, self._vocab_size - 1, limit)
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
         if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != self.columns:
-            raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
+            raise FormatError(
+                f"{self._path}: the packs have other columns than the spec of this writer; pass the right columns"
+                " when you open the writer"
+            )
         if run.media is not None and not (self._spec is not None and self._spec.media):
             if len(run.media):
                 if not self.stores_media:
                     raise self._no_place_for_media()
-                raise FormatError(f"{self._path}: packs with images or audio, which were not announced; announce them")
+                raise FormatError(
+                    f"{self._path}: the packs have images or audio, but the spec of this writer has no media; set"
+                    " media when you open the writer"
+                )
             run = dataclasses.replace(run, media=None)
         elif run.media is None and self._spec is not None and self._spec.media:
             run = dataclasses.replace(run, media=RunMedia.none(len(run.seq_starts)))
@@ -409,8 +414,8 @@ class PackedWriter(Shown, ABC):
             if not self._allow_loss:
                 pack = self._pack_of_token(run, at)
                 raise FormatError(
-                    f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0"
-                    " and 1; pass lossy (--lossy) to make every weight above 0 a 1"
+                    f"{self._path}: pack {pack} has a loss weight of {mask[at]}, but this format only stores 0 and 1;"
+                    " pass lossy (--lossy) to change every weight above 0 to 1"
                 )
             self._changed_weights += int(np.count_nonzero(weights))
             self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
@@ -423,7 +428,7 @@ class PackedWriter(Shown, ABC):
     def _require_ids_fit(self, run: PackRun, dtype: np.dtype[Any]) -> None:
         """Raise SequenceError unless the ids of a run fit in the integer dtype in which they are written."""
         largest = int(np.iinfo(dtype).max)
-        self._require_ids_within(run, largest, f" in {dtype}, at most {largest}")
+        self._require_ids_within(run, largest, f", but {dtype} stores at most {largest}")
 
     def _require_ids_within(self, run: PackRun, largest: int, limit: str) -> None:
         """Raise SequenceError, with the largest id and ``limit``, unless no id of a run is above ``largest``."""
@@ -533,14 +538,16 @@ class PackCounts:
 def unplaced_note(count: int, alignment: MaskAlignment) -> str:
     """Return a sentence for ``PackedReader.notes`` about the ``count`` mask values that ``label_aligned`` dropped."""
     if alignment == "label":
-        return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
-    return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
+        return f"{count} loss mask values at the end of a sequence were set to 0, because no token follows"
+    return (
+        f"{count} loss mask values on the first token of a sequence were dropped, because nothing predicts that token"
+    )
 
 
 def checked_alignment(path: str, alignment: str) -> MaskAlignment:
     """Return the mask alignment of this name. FormatError: it does not exist."""
     if alignment not in MASK_ALIGNMENTS:
-        raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
+        raise FormatError(f"{path}: unknown mask alignment {alignment!r}; choose one of {', '.join(MASK_ALIGNMENTS)}")
     return alignment
 
 
@@ -596,13 +603,13 @@ def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
     """Return the JSON object in a file, and its bytes. FormatError: there is none. OSError: the file is unreadable."""
     raw = read_beginning(path, _MAX_JSON_NBYTES + 1)
     if len(raw) > _MAX_JSON_NBYTES:
-        raise FormatError(f"{path}: more than {_MAX_JSON_NBYTES} bytes, expected one JSON object of less")
+        raise FormatError(f"{path}: more than {_MAX_JSON_NBYTES} bytes, expected one smaller JSON object")
     try:
         value = orjson.loads(raw)
     except ValueError as error:
         raise FormatError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: JSON, but no object")
+        raise FormatError(f"{path}: expected a JSON object")
     return value, raw
 
 
@@ -615,7 +622,7 @@ def encode_json(path: str, value: Any) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         reason = "integers of at most 64 bits, and lists and objects that are nested at most 250 deep"
-        raise FormatError(f"{path}: metadata that cannot be stored as JSON: {error}; it holds {reason}") from None
+        raise FormatError(f"{path}: the metadata cannot be stored as JSON: {error}; JSON supports {reason}") from None
 
 
 def int_within(values: Mapping[str, Any], key: str, minimum: int = 1, maximum: int = MAX_CAPACITY) -> int | None:
@@ -639,7 +646,7 @@ def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] 
     try:
         specs = {check_column_name(name): ColumnSpec.decode(value) for name, value in encoded.items()}
     except (AttributeError, FormatError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: what it says of its columns is wrong: {error}; write it again") from None
+        raise FormatError(f"{path}: its description of columns is wrong: {error}; write the file again") from None
     if missing := [name for name in chosen or () if name not in specs]:
         raise FormatError(f"{path}: {no_column(missing[0], specs)}")
     return specs if chosen is None else {name: specs[name] for name in chosen}

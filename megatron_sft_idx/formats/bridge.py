@@ -115,7 +115,7 @@ class PackMeasure:
             raise SequenceError(
                 self._path,
                 self._num_packs + pack,
-                f"{of_packs[pack]} positions with sequences padded to multiples of {multiple}, the capacity is"
+                f"{of_packs[pack]} positions with sequences padded to multiples of {multiple}, but the capacity is"
                 f" {self._capacity}; pack again with --sequence-multiple {multiple}",
             )
         self._longest_sequence = max(self._longest_sequence, int(positions.max(initial=0)))
@@ -162,11 +162,11 @@ def measure_padded(
     """
     multiple, eod_id = padding.multiple, padding.eod_id
     if not spec.num_packs:
-        raise FormatError(f"{path}: it has no packs, and Megatron-Bridge reads no file without any")
+        raise FormatError(f"{path}: the file has no packs, and Megatron-Bridge cannot read an empty file")
     if multiple > 1 and (eod_id is None or not 0 <= eod_id <= np.iinfo(spec.token_dtype).max):
         raise FormatError(
-            f"{path}: padding needs the tokenizer's end-of-sequence id, found {eod_id}, expected one that"
-            f" {spec.token_dtype} holds; pass --eod-id"
+            f"{path}: padding needs the tokenizer's end-of-sequence id, expected one that fits into"
+            f" {spec.token_dtype}, found {eod_id}; pass --eod-id"
         )
     measure = PackMeasure(path, padding, spec.capacity)
     for run in runs:
@@ -206,7 +206,7 @@ def _is_summary(path: str) -> bool:
     return all(type(value) in (int, float) for value in summary) and content == summary.encode()
 
 
-SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
+SUMMARY_KIND = Kind("a summary of packs that convert writes for Megatron-Bridge", _is_summary)
 
 
 def check_summary_place(destination: str, *, overwrite: bool, written: bool) -> None:

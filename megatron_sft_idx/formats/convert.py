@@ -186,7 +186,9 @@ def convert(
     _require_judged(name, paths, options)
     spec, summary = _spec_for_output(reader_of_all, options), None
     if padding is not None and spec.media:
-        raise FormatError(f"{paths[0]}: images and audio, which Megatron-Bridge does not read; leave the padding out")
+        raise FormatError(
+            f"{paths[0]}: the packs have images or audio, which Megatron-Bridge does not read; leave the padding out"
+        )
 
     def runs_of_pass(runs: Iterable[PackRun], pass_name: str) -> Iterator[PackRun]:
         progress = on_pass and on_pass(pass_name, spec.num_tokens)
@@ -224,7 +226,7 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
         read += places(os.fspath(mask_path), "megatron", "--mask-path")
     written = places(destination, to, "the destination", written=True)
     if padded and to != "parquet":
-        raise FormatError(f"{destination}: padding is stored in parquet alone, for Megatron-Bridge; leave it out")
+        raise FormatError(f"{destination}: padding for Megatron-Bridge is only supported in parquet; leave it out")
     if summarised:
         written.append(Place(summary_path(destination), "the summary of packs"))
     require_apart(written, read)
@@ -255,7 +257,7 @@ def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, 
     if "columns" in known:
         reader_options["columns"] = columns
     elif columns:
-        raise FormatError(f"{path}: columns {', '.join(columns)}: a {name} source has none; leave them out")
+        raise FormatError(f"{path}: columns {', '.join(columns)}: {name} sources have no columns; leave the option out")
     if "capacity" in known and options.capacity is not None:
         # Packers of this format exceed their capacity by an amount that its reader knows.
         reader_options["capacity"] = options.capacity
@@ -274,13 +276,13 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
         if (padding := single.metadata.get(BRIDGE_PADDING_KEY)) is not None:
             multiple = padding.get("multiple") if isinstance(padding, dict) else padding
             raise FormatError(
-                f"{path}: its sequences are filled up to multiples of {multiple} for Megatron-Bridge, and where their"
-                " own tokens end is not said; convert what it was made from"
+                f"{path}: its sequences are padded to multiples of {multiple} for Megatron-Bridge, and their lengths"
+                " without padding are not stored; convert the original file instead"
             )
     if spec.metadata.get("mask_alignment") == "label" and options.mask_alignment != "label":
         raise FormatError(
-            f"{source.paths[0]}: its metadata say that its loss masks are label-aligned already; taking them as"
-            f" {options.mask_alignment} would shift them twice: leave --mask-alignment out"
+            f"{source.paths[0]}: according to its metadata, its loss masks are already label-aligned; --mask-alignment"
+            f" {options.mask_alignment} would shift them twice: leave it out"
         )
     if options.capacity is None or "capacity" in source.options:
         return spec
@@ -288,8 +290,8 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
         raise SequenceError(
             source.paths[0],
             None,
-            f"the longest pack has {spec.longest_pack} tokens, --seq-length is {options.capacity}; raise it, or pack"
-            " the result again (the pack verb)",
+            f"the longest pack has {spec.longest_pack} tokens, but --seq-length is {options.capacity}; raise it, or"
+            " pack the result again (megatron-sft-idx pack)",
         )
     return dataclasses.replace(spec, capacity=options.capacity)
 
@@ -314,8 +316,8 @@ def _require_room(run: PackRun, spec: PackedSpec, path: str, first_pack: int) ->
         raise SequenceError(
             path,
             first_pack + pack,
-            f"{positions[pack]} positions with sequences rounded up to multiples of {multiple}, the capacity is"
-            f" {spec.capacity} (rule P5); raise --seq-length, or pack the result again (the pack verb)",
+            f"{positions[pack]} positions with sequences rounded up to multiples of {multiple}, but the capacity is"
+            f" {spec.capacity} (rule P5); raise --seq-length, or pack the result again (megatron-sft-idx pack)",
         )
 
 
@@ -335,8 +337,8 @@ def _verify(
         different.append("kinds of columns")
     if different:
         raise FormatError(
-            f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
-            f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"
-            f" {expected.num_tokens}, {expected.num_trained_tokens}. What was written is removed again, and what was"
-            " at this place before is still there. The disk may be failing: convert again to another one"
+            f"{path}: the output was read again, and its {', '.join(different)} differ from the source: it has"
+            f" {found.num_packs} packs with {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected"
+            f" {expected.num_packs}, {expected.num_tokens}, {expected.num_trained_tokens}. The output was removed, and"
+            " the previous file, if any, is unchanged. The disk may be failing: convert again to another one"
         )

@@ -63,7 +63,7 @@ _MAX_LISTED = 10
 # A digit and a comma for an id, a label and a position.
 _LEAST_TOKEN_NBYTES = 6
 _BLANK = b" \t\r\n"  # JSON's white space
-# A line with more bytes counts as a pack without being read: the field names alone are longer.
+# A longer line counts as a pack without being parsed, because white space of this length is unlikely.
 _MAX_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
@@ -106,12 +106,12 @@ def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
     """
     numbers = chunk_numbers(folder)
     if not numbers:
-        raise FormatError(f"{folder}: no chunks in it, expected files named {chunk_name(0)} and on")
+        raise FormatError(f"{folder}: no chunks, expected files named {chunk_name(0)}, {chunk_name(1)}, ...")
     if gaps := [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_MAX_LISTED])
         listed += ", ..." if len(gaps) > _MAX_LISTED else ""
-        raise FormatError(f"{folder}: chunks {listed} are missing between others; copy them, or make them again")
-    note = f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems"
+        raise FormatError(f"{folder}: chunks {listed} are missing; copy them, or make them again")
+    note = f"chunks 0 to {numbers[0] - 1} are missing: their producer has probably deleted them"
     return [os.path.join(folder, chunk_name(number)) for number in numbers], [note] if numbers[0] else []
 
 
@@ -142,8 +142,8 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         last = file.read()
         if not _is_whole_line(last):
             raise FormatError(
-                f"{path}:{len(stops) + 1}: the last line ends in the middle; the chunk is still being written, or was"
-                " torn when its producer died: wait for it, or write it again"
+                f"{path}:{len(stops) + 1}: the last line is incomplete; either the chunk is still being written, or"
+                " its producer died: wait, or write it again"
             )
         if not last.strip(_BLANK):
             return starts[filled], stops[filled]
@@ -156,7 +156,7 @@ def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
     while len(raw) < stop - start and (block := os.pread(fd, stop - start - len(raw), start + len(raw))):
         raw += block
     if len(raw) != stop - start:
-        raise FormatError(f"{path}: it was cut short since it was opened; open it again")
+        raise FormatError(f"{path}: the file was truncated after it was opened; open it again")
     return raw
 
 
@@ -228,8 +228,8 @@ class ChunkFile:
     def _require_unchanged(self) -> None:
         if (size := os.fstat(self._fd).st_size) != self._nbytes:
             raise FormatError(
-                f"{self.path}: it has {size:,} bytes and had {self._nbytes:,} when it was taken as whole; its producer"
-                " was still writing it: give it more time to settle (--settle), and go on from the last checkpoint"
+                f"{self.path}: it has {size:,} bytes, but had {self._nbytes:,} when it was considered complete; its"
+                " producer was still writing: raise --settle, and resume from the last checkpoint"
             )
 
     def __del__(self) -> None:
@@ -245,11 +245,11 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
     """
     fields = orjson.loads(raw)
     if not isinstance(fields, dict):
-        raise ValueError(f"found {type(fields).__name__}, expected an object with {', '.join(FIELDS)}")
+        raise ValueError(f"expected an object with {', '.join(FIELDS)}, found {type(fields).__name__}")
     if missing := [name for name in FIELDS if name not in fields]:
-        chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer"
+        chats = "; to tokenize chats, use megatron-sft-idx preprocess, or --tokenizer for live chunks"
         remedy = chats if "messages" in fields else ""
-        raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
+        raise ValueError(f"{', '.join(missing)} missing; every line needs {', '.join(FIELDS)}{remedy}")
     tokens, labels, positions, lengths = (_integers(fields[name], name) for name in FIELDS[:4])
     counts = {"input_ids": len(tokens), "labels": len(labels), "position_ids": len(positions)}
     _check_counts(fields, counts, lengths)
@@ -257,14 +257,13 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
     expected = np.arange(len(tokens)) - np.repeat(starts, lengths)
     if (at := first_true(positions != expected)) is not None:
         raise ValueError(
-            f"position_ids[{at}] is {positions[at]}, expected {expected[at]}: they start again at 0 with every"
-            " sequence of lengths"
+            f"position_ids[{at}] is {positions[at]}, expected {expected[at]}: position_ids start at 0 in every sequence"
         )
     trained = labels != UNTRAINED
     if (at := first_true(trained & (labels != tokens))) is not None:
         raise ValueError(
-            f"labels[{at}] is {labels[at]} where input_ids has {tokens[at]}; a label is -100 or the id at its own"
-            " place, labels that are shifted already have to be shifted back"
+            f"labels[{at}] is {labels[at]}, but input_ids[{at}] is {tokens[at]}; a label must be -100 or the id at the"
+            " same position, so undo any shift of the labels"
         )
     rows = {"token": len(tokens), "sequence": len(lengths), "pack": 1}
     values = {
@@ -280,18 +279,18 @@ def _column(columns_field: Any, name: str, spec: ColumnSpec, count: int) -> Colu
         rows = [rows]
     if spec.width > 1 and isinstance(rows, list):
         if any(not isinstance(row, list) or len(row) != spec.width for row in rows):
-            raise ValueError(f"column {name} is no list of {spec.width} values a {spec.per}")
+            raise ValueError(f"column {name} is not a list of {spec.width} values per {spec.per}")
         rows = list(chain.from_iterable(rows))
     if spec.dtype.kind == "f":
         if not isinstance(rows, list) or not all(
             type(value) in (int, float) or value in _NONFINITE_NAMES for value in rows
         ):
-            raise ValueError(f"column {name} is no list of numbers")
+            raise ValueError(f"column {name} is not a list of numbers")
         values: NDArray[Any] = np.array([float(value) for value in rows])
     else:
         values = _integers(rows, f"column {name}")
     if len(values) != count * spec.width:
-        raise ValueError(f"column {name} has {len(values)} values, expected {count} x {spec.width}: one a {spec.per}")
+        raise ValueError(f"column {name} has {len(values)} values, expected {count} x {spec.width}: one per {spec.per}")
     with np.errstate(over="raise"):
         return Column(spec, spec.array(name, values.reshape(spec.shape(count)), count))
 
@@ -336,21 +335,21 @@ def _check_counts(fields: dict[str, Any], counts: dict[str, int], lengths: NDArr
         raise ValueError(f"lengths {lengths[:20].tolist()}, expected one or more sequences of 1 to {tokens} tokens")
     for name, count in counts.items():
         if count != total:
-            raise ValueError(f"{name} has as many entries: {count}, the sum of lengths is {total}")
+            raise ValueError(f"{name} has {count} entries, but the sum of lengths is {total}")
     if type(fields["pack_length"]) is not int or fields["pack_length"] != total:
-        raise ValueError(f"pack_length is {fields['pack_length']!r}, the sum of lengths is {total}")
+        raise ValueError(f"pack_length is {fields['pack_length']!r}, but the sum of lengths is {total}")
     if type(fields["num_samples"]) is not int or fields["num_samples"] != len(lengths):
-        raise ValueError(f"num_samples is {fields['num_samples']!r}, there are {len(lengths)} lengths")
+        raise ValueError(f"num_samples is {fields['num_samples']!r}, but there are {len(lengths)} lengths")
 
 
 def _integers(value: Any, name: str) -> NDArray[np.int64]:
     # Types are checked first, because numpy would accept true as 1.
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError(f"{name} is no list of whole numbers")
+        raise ValueError(f"{name} is not a list of whole numbers")
     try:
         return np.fromiter(value, np.int64, len(value))  # several times as fast as numpy.array of a list
     except OverflowError:
-        raise ValueError(f"{name} holds numbers that are far outside any id or length") from None
+        raise ValueError(f"{name} has numbers that are too large for an id or a length") from None
 
 
 # Maximum number of bytes of the first line to read for format detection.
@@ -397,7 +396,9 @@ class Reader(PackedReader):
     Opening reads all bytes once to find the lines, and keeps 16 bytes for each.
     """
 
-    label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
+    label_only = (
+        "labels define the trained tokens and are always shifted once on reading; leave mask alignment {!r} out"
+    )
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self.alignment = "token"
@@ -407,7 +408,7 @@ class Reader(PackedReader):
         try:
             bounds = [line_bounds(chunk) for chunk in self._paths]
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FormatError(f"{error.filename}: not there; expected a folder of chunks, or one chunk") from None
+            raise FormatError(f"{error.filename}: not found; expected a folder of chunks, or one chunk") from None
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
@@ -444,7 +445,7 @@ class Reader(PackedReader):
                         parsed = parse_line(raw, self.columns)
                     except (ArithmeticError, ValueError, RecursionError) as error:
                         number = index - self._first_packs[chunk]
-                        line = f"{os.path.basename(self._paths[chunk])}, pack {number} in it"
+                        line = f"{os.path.basename(self._paths[chunk])}, its pack {number}"
                         raise SequenceError(self.path, index, f"{line}: {error}") from None
                     yield parsed
             first = self._first_packs[chunk + 1]

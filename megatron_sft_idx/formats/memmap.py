@@ -97,13 +97,14 @@ def read_manifest(folder: str) -> dict[str, Any]:
         manifest, raw = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
-            f"{folder}: no {MANIFEST}, which is written last; the folder is another thing, or was not finished"
+            f"{folder}: no {MANIFEST}, which is written last; either this is another kind of folder, or it was"
+            " not finished"
         ) from None
     if (found := manifest.get("format")) != NAME:
         raise FormatError(f"{path}: format {found!r}, expected {NAME!r}")
     version = str(manifest.get("version", "1.0"))
     if version.partition(".")[0] != "1":
-        raise FormatError(f"{path}: version {version}, this package reads 1.x; upgrade megatron-sft-idx")
+        raise FormatError(f"{path}: version {version}, but this package reads 1.x; upgrade megatron-sft-idx")
     return {**manifest, "fingerprint": xxhash.xxh3_128_hexdigest(raw)}
 
 
@@ -151,18 +152,18 @@ def _map_npy(path: str) -> NDArray[Any]:
             shape, fortran, dtype = npy_header(file, path)
             offset = file.tell()
     except (FileNotFoundError, NotADirectoryError):
-        raise FormatError(f"{path}: not there; a memmap folder has five .npy files and a manifest") from None
+        raise FormatError(f"{path}: not found; a memmap folder has five .npy files and a manifest") from None
     if dtype.kind not in "biuf" or dtype.names is not None:
-        raise FormatError(f"{path}: an array of {dtype}, expected numbers; objects are never unpickled")
+        raise FormatError(f"{path}: an array of {dtype}, expected numbers; objects are not unpickled, for security")
     if fortran and len(shape) > 1 and min(shape) > 1:
-        raise FormatError(f"{path}: stored by columns (fortran_order), expected by rows; save it with order='C'")
+        raise FormatError(f"{path}: stored in column order (fortran_order), expected row order; save it with order='C'")
     if any(type(side) is not int or side < 0 for side in shape):
         raise FormatError(f"{path}: shape {shape}, expected whole numbers of 0 or more")
     count = math.prod(shape)
     if size != offset + count * dtype.itemsize:
         raise FormatError(
-            f"{path}: {size} bytes, expected {offset + count * dtype.itemsize} for {dtype} of shape {shape}; it was"
-            " cut short or is still being written: copy or write it again"
+            f"{path}: {size} bytes, expected {offset + count * dtype.itemsize} for {dtype} of shape {shape}; it is"
+            " truncated or still being written: copy or write it again"
         )
     values = np.asarray(open_array(path, dtype, count, nbytes=size, offset=offset))
     try:
@@ -188,7 +189,7 @@ class Reader(PackedReader):
         shapes = (packs, pack_size), (packs, pack_size), (packs,), (packs + 1,), (sequences,)
         for (name, array), shape in zip(arrays.items(), shapes, strict=True):
             if array.shape != shape:
-                raise self._error(f"{name}.npy has shape {array.shape}, expected {shape}; it is of another folder")
+                raise self._error(f"{name}.npy has shape {array.shape}, expected {shape}; it belongs to another folder")
             if array.dtype.kind not in ("biuf" if name == "loss_mask" else "iu"):
                 raise self._error(f"{name}.npy holds {array.dtype}, expected integers")
         first, last = int(self._offsets[0]), int(self._offsets[-1])
@@ -256,7 +257,7 @@ class Reader(PackedReader):
         wrong = (sequences < 1) | (offsets[1:] > len(self._starts)) | (offsets[:-1] < 0)
         if (pack := first_true(wrong)) is not None:
             found = f"{offsets[pack]}, {offsets[pack + 1]}"
-            reason = f"seq_offsets {found}, expected ascending and at most {len(self._starts)}"
+            reason = f"seq_offsets are {found}, expected ascending and at most {len(self._starts)}"
             raise SequenceError(self.path, first + pack, reason)
         rows = {"sequence": slice(offsets[0], offsets[-1]), "pack": slice(first, last)}
         columns = {}
@@ -353,7 +354,7 @@ class Writer(PackedWriter):
         """Create all files except the manifest, which will contain ``more``."""
         self._dtype, mask_dtype = spec.token_dtype.newbyteorder("<"), np.dtype(np.uint8)
         if self._dtype.kind not in "iu":
-            raise FormatError(f"{self._path}: dtype {self._dtype} for ids, expected an integer type")
+            raise FormatError(f"{self._path}: dtype of ids is {self._dtype}, expected an integer type")
         for name, value, minimum, maximum in (
             ("num_bins", spec.num_packs, 0, _MAX_INDEX),
             ("pack_size", pack_size, 1, MAX_CAPACITY),
@@ -421,11 +422,14 @@ class Writer(PackedWriter):
         if first + packs > self._num_bins or sequences > missing_sequences:
             raise FormatError(
                 f"{self._path}: packs {first} to {first + packs - 1} with {sequences} sequences, expected at most"
-                f" {self._num_bins} packs (num_bins) and {missing_sequences} more sequences (total_seq_starts);"
-                " announce as many as there are"
+                f" {self._num_bins} packs (num_bins) and {missing_sequences} more sequences (total_seq_starts); open"
+                " the writer with the right numbers"
             )
         if (pack := first_true(run.pack_lengths > self._pack_size)) is not None:
-            reason = f"{run.pack_lengths[pack]} tokens in rows of {self._pack_size} (pack_size); nothing is truncated"
+            reason = (
+                f"{run.pack_lengths[pack]} tokens, but rows have {self._pack_size} (pack_size), and packs are not"
+                " truncated; raise pack_size"
+            )
             raise SequenceError(self._path, first + pack, reason)
         self._require_ids_fit(run, self._dtype)
 
@@ -509,8 +513,8 @@ class MemmapShardWriter(Writer):
         self._require_open()
         if bin_id != self._counts.num_packs or bin_id == self._num_bins:
             raise FormatError(
-                f"{self._path}: pack {bin_id}, expected {self._counts.num_packs} of {self._num_bins}; packs are written"
-                " once each and in order"
+                f"{self._path}: pack {bin_id}, expected {self._counts.num_packs} of {self._num_bins}; write each pack"
+                " once, in order"
             )
         # The mask is stored unchanged. It is checked as label-aligned, so that nothing in it is moved.
         run = checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
@@ -520,8 +524,8 @@ class MemmapShardWriter(Writer):
         if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total_sequences):
             raise FormatError(
                 f"{self._path}: {self._counts.num_packs} packs with {self._counts.num_sequences} sequences, expected"
-                f" {self._num_bins} (num_bins) with {self._total_sequences} (total_seq_starts); write the missing ones,"
-                " or announce fewer"
+                f" {self._num_bins} (num_bins) with {self._total_sequences} (total_seq_starts); write the missing"
+                " packs, or open the writer with smaller numbers"
             )
 
     def finalize(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ The raw index has the start and length of each row of a JSON-lines file, for ran
 it, and its tools read it. It has nothing in common with Megatron's ``.idx`` except the suffix; the first bytes
 distinguish them. As in Modalities, a carriage return belongs to its row, and rows that are not JSON are errors or
 dropped. Unlike there, blank lines are not rows. From February to December 2024, Modalities wrote indexes whose lengths
-count characters: with any non-ASCII text they truncate rows. No index says which kind it is, so every read checks the
-bytes before and after the row.
+count characters: with any non-ASCII text they truncate rows. An index does not show which kind it is, so every read
+checks the bytes before and after the row.
 
 The datasets read the token stream of a ``.pbin`` in blocks of one size, with documents concatenated. They are for users
 who migrate and want to see what their model was trained on. Both have no masks, and blocks cross documents. To train on
@@ -90,7 +90,7 @@ def _read_index(path: str) -> NDArray[np.int64]:
     size = os.stat(path).st_size
     raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
     if raw[: len(IDX_MAGIC)].tobytes() == IDX_MAGIC:
-        raise FormatError(f"{path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
+        raise FormatError(f"{path}: this is the index of a Megatron .bin, not of JSON lines; pass the raw index")
     return read_pairs(path, raw)
 
 
@@ -128,14 +128,14 @@ def create_raw_index(
     """
     name = os.fspath(path)
     if not os.path.isfile(name):
-        raise FormatError(f"{name}: no such file; name one JSON-lines file, every one has an index of its own")
+        raise FormatError(f"{name}: no such file; pass one JSON-lines file (each file gets its own index)")
     target = _index_path(name, index_path)
     require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
     (file,) = expand_inputs([name])
     if file.kind != "lines" or file.compression:
         raise FormatError(
-            f"{name}: {file.compression or file.kind} data; expected plain JSON lines, which alone can be read in any"
-            " order by byte offsets"
+            f"{name}: {file.compression or file.kind} data; expected plain JSON lines, because only these allow random"
+            " access by byte offset"
         )
     counts = Counter[str]()
     with new_file(target, Kind("a raw index", _is_raw_index), overwrite=overwrite) as output:
@@ -237,7 +237,7 @@ class RawRows(Sequence[bytes]):
             return [self[number] for number in range(*index.indices(len(rows)))]
         number = operator.index(index)
         if not -len(rows) <= number < len(rows):
-            raise IndexError(f"{self.path}: row {number} of {len(rows)}")
+            raise IndexError(f"{self.path}: there is no row {number}; the file has {len(rows)} rows")
         start, length = rows[number].tolist()
         stop = start + length
         # One more byte on either side, which must be a newline.
@@ -245,8 +245,9 @@ class RawRows(Sequence[bytes]):
         row = raw[start > 0 :][:length]
         if (start and raw[0] != _NEWLINE) or (stop < self._num_bytes and raw[-1] != _NEWLINE) or b"\n" in row:
             raise FormatError(
-                f"{self.index_path}: says row {number} is bytes {start} to {stop} of {self.path}, which is no whole"
-                " line: the index is of another file, or counts characters as Modalities did in 2024; make it again"
+                f"{self.index_path}: row {number} is bytes {start} to {stop} of {self.path} according to this index,"
+                " but that is not a complete line: the index belongs to another file, or counts characters instead of"
+                " bytes, like Modalities in 2024; create it again"
             )
         return row
 
@@ -271,8 +272,8 @@ class RawRows(Sequence[bytes]):
         nbytes = self._num_bytes
         if (size := os.stat(self.path).st_size) != nbytes:
             raise FormatError(
-                f"{self.path}: {size} bytes, {nbytes} when it was first named; it changed: make its index again,"
-                " then start again"
+                f"{self.path}: the file has {size} bytes, but had {nbytes} when this object was created; create its"
+                " index again, then start again"
             )
         rows = _read_index(self.index_path)
         starts, lengths = rows[:, 0], rows[:, 1]
@@ -280,9 +281,9 @@ class RawRows(Sequence[bytes]):
         number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, min_gap=1)
         if number is not None:
             raise FormatError(
-                f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
-                f" rows in order and apart, within the {nbytes} bytes of {self.path}; the index is of another file,"
-                " make it again"
+                f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected rows"
+                f" in order, without overlap, within the {nbytes} bytes of {self.path}; the index belongs to another"
+                " file: create it again"
             )
         return rows, open_array(self.path, np.dtype(np.uint8), nbytes, nbytes=nbytes, backend=self._backend)
 
@@ -315,7 +316,7 @@ class _TokenBlocks:
         tokens, starts = self._opened
         number = operator.index(index)
         if not -len(starts) <= number < len(starts):
-            raise IndexError(f"{self.path}: block {number} of {len(starts)}")
+            raise IndexError(f"{self.path}: there is no block {number}; the number of blocks is {len(starts)}")
         number %= len(starts)
         ids = native_tokens(self.path, number, tokens[starts[number] : starts[number] + self.block_size])
         ids.flags.writeable = False
@@ -326,12 +327,14 @@ class _TokenBlocks:
         """All tokens [tokens], and the first token of each block."""
         if (identity := file_identity(self.path)) != self._identity:
             raise FormatError(
-                f"{self.path}: another size or time of change ({identity}) than when the dataset was made"
+                f"{self.path}: size or modification time ({identity}) has changed since the dataset was created"
                 f" ({self._identity}); start again"
             )
         framing, starts = self._find_blocks()
         if framing.num_tokens < self.block_size:
-            raise FormatError(f"{self.path}: {framing.num_tokens} tokens in all, not one block of {self.block_size}")
+            raise FormatError(
+                f"{self.path}: {framing.num_tokens} tokens in total, fewer than one block of {self.block_size}"
+            )
         return framing.open_tokens(self.path), starts
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:

@@ -118,7 +118,7 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
     with open_regular(path) as file:
         shape, _, dtype = npy_header(file, name)
         if not dtype.hasobject and shape != (0,):
-            raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
+            raise FormatError(f"{name}: an array of {dtype}, expected an array of objects: one dict per pack")
         # numpy.save stores an empty list as an array of float64.
         objects = unpickle_list(file, name) if dtype.hasobject else []
     packs = [PackRun(np.empty(0, np.int32), np.empty(0, np.uint8), *np.empty((3, 0), np.int64))]
@@ -137,7 +137,9 @@ def _pack_of(unpickled: Any, name: str, number: int, alignment: MaskAlignment) -
             raise ValueError(f"no {', '.join(missing)}")
         ids, mask, starts = (_numbers(unpickled[key], key) for key in KEYS)
     except (ValueError, TypeError, OverflowError) as error:
-        raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
+        raise SequenceError(
+            name, number, f"{error}; every pack must be a dict with the lists {', '.join(KEYS)}"
+        ) from None
     if mask.dtype.kind == "f" and not has_weights(mask):
         mask = mask.astype(np.uint8)
     return checked_pack(name, number, ids, mask, starts, mask_alignment=alignment, token_dtype=np.int32)
@@ -158,7 +160,7 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
     array = np.asarray(array)
     kinds = "biuf" if key == "loss_mask" or not array.size else "iu"
     if array.ndim != 1 or array.dtype.kind not in kinds:
-        raise ValueError(f"{key} is no list of numbers")
+        raise ValueError(f"{key} is not a list of numbers")
     return array
 
 
@@ -168,7 +170,7 @@ def _number(value: Any) -> Any:
         return value
     array = value.array()
     if array.ndim:
-        raise ValueError("lists in a list")
+        raise ValueError("a list of lists")
     return array.item()
 
 
@@ -197,16 +199,20 @@ class Reader(PackedReader):
         """Return the actual capacity of all packs, given the stated one; notes any difference."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
         if stated is None:
-            self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
+            self.notes.append(f"the file does not store its capacity, so the longest pack, {longest} tokens, is used")
             return longest
         if longest <= stated:
             return stated
         if (pack := first_true(lengths > stated + sequences)) is not None:
-            reason = f"has {lengths[pack]} tokens in {sequences[pack]} sequences, too many for a capacity of {stated}"
-            raise SequenceError(self.path, pack, f"{reason}; give a larger capacity, or none for the longest pack")
+            reason = (
+                f"has {lengths[pack]} tokens in {sequences[pack]} sequences, which is too many for a capacity of"
+                f" {stated}"
+            )
+            raise SequenceError(self.path, pack, f"{reason}; pass a larger capacity, or none to use the longest pack")
         self.notes.append(
-            f"{int((lengths > stated).sum())} of {len(lengths)} packs exceed the capacity {stated} by up to one token a"
-            f" sequence, as packers do that count length - 1: all tokens are kept, the capacity is set to {longest}"
+            f"{int((lengths > stated).sum())} of {len(lengths)} packs exceed the capacity {stated} by up to one token"
+            " per sequence, because some packers count length - 1: all tokens are kept, and the capacity is set to"
+            f" {longest}"
         )
         return longest
 
@@ -222,6 +228,15 @@ class LegacyPickleWriter(PackedWriter):
     """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory, and their summary for Bridge.
 
     The format does not store capacity, dtypes, metadata or columns. It stores everything else.
+
+    Args:
+        path: the file to write, ``X.npy``; the summary is written next to it.
+        spec: counts and dtypes of the packs; None if they are not known before.
+        overwrite: replace a file of this format.
+        lossy: accept that columns of ``spec``, or images and audio, are not stored.
+
+    Raises:
+        FormatError: something else is at the path, or the format cannot store what ``spec`` describes.
 
     Example:
         >>> with LegacyPickleWriter("data/packs.npy") as writer:

@@ -160,7 +160,7 @@ def open_dataset(
     for key in options.keys() & hints:
         require_type(key, options[key], hints[key])  # type: ignore[literal-required]
     if max_open < 1:
-        raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
+        raise FormatError(f"max_open {max_open}: expected at least 1")
     name, paths = resolve_source(source, format)
     given: dict[str, Any] = dict(options)
     if name == JoinedShards.name:
@@ -275,13 +275,15 @@ class PackedDataset(Shown):
         if isinstance(index, slice):
             start, stop, step = index.indices(self._first_packs[-1])
             if step != 1:
-                raise ValueError(f"{self.paths[0]}: slice step {step}, slices of packs are contiguous: use step 1")
+                raise ValueError(f"{self.paths[0]}: slice step {step} is not supported; use step 1")
             return [self[i] for i in range(start, stop)]
         i = operator.index(index)
         if i < 0:
             i += self._first_packs[-1]
         if not 0 <= i < self._first_packs[-1]:
-            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._first_packs[-1]}")
+            raise IndexError(
+                f"{self.paths[0]}: there is no pack {operator.index(index)}; the dataset has {self._first_packs[-1]}"
+            )
         if isinstance(self._files, JoinedShards) and len(self.paths) == 1 and not self._files.copy:
             self._single_shard = self._files.shards.shard(0)
             return self._single_shard[i]
@@ -309,9 +311,9 @@ class PackedDataset(Shown):
         """
         number = operator.index(part)
         if not 0 <= number < len(self.paths):
-            raise IndexError(f"{self.paths[0]}: part {number}, the dataset has {len(self.paths)}")
+            raise IndexError(f"{self.paths[0]}: there is no part {number}; the dataset has {len(self.paths)}")
         if not isinstance(self._files, JoinedShards):
             raise FormatError(
-                f"{self.paths[number]}: {self.format} has no token file to point into; convert it to sft-idx"
+                f"{self.paths[number]}: {self.format} has no token file for offsets; convert it to sft-idx"
             )
         return self._files.shards.shard(number).read(offset, nbytes)

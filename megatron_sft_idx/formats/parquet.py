@@ -2,7 +2,7 @@
 
 =============  ==========================================================================
 ``input_ids``  list of int32 (Nemotron) or int64 (Megatron-Bridge)
-``loss_mask``  list of uint8 (Nemotron) or int8 (Megatron-Bridge), one value a token
+``loss_mask``  list of uint8 (Nemotron) or int8 (Megatron-Bridge), one value per token
 ``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
 =============  ==========================================================================
 
@@ -127,13 +127,13 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
     if wrong := [name for name in (*FIELDS, *columns) if names.count(name) != 1]:
         found = ", ".join(names[:20]) or "none"
         raise FormatError(
-            f"{path}: no column {', '.join(wrong)} (or more than one of that name), expected one each of"
-            f" {', '.join((*FIELDS, *columns))}; found {found}. Chats that are not tokenised yet go through preprocess"
+            f"{path}: no column {', '.join(wrong)} (or more than one of that name), expected exactly one of each of"
+            f" {', '.join((*FIELDS, *columns))}, found {found}. To tokenize chats, use megatron-sft-idx preprocess"
         )
     for name, spec in columns.items():
         kind = schema.field(name).type
         if kind != (expected := pa.list_(pa.from_numpy_dtype(spec.dtype))):
-            raise FormatError(f"{path}: column {name} is {kind}, expected {expected} as its metadata say")
+            raise FormatError(f"{path}: column {name} is {kind}, expected {expected} according to its metadata")
     for name in FIELDS:
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -144,7 +144,7 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
         )
         if not good:
             numbers = "numbers" if name == "loss_mask" else "integers"
-            raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}: one a token")
+            raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}, one per token")
 
 
 def _column_of(
@@ -157,7 +157,9 @@ def _column_of(
     """
     values, lengths = list_field(rows.column(name), path, name, first_pack)
     if (pack := first_true(lengths != counts * spec.width)) is not None:
-        reason = f"{lengths[pack]} values in {name}, expected {counts[pack]} x {spec.width}: {spec.width} a {spec.per}"
+        reason = (
+            f"{lengths[pack]} values in {name}, expected {counts[pack]} x {spec.width}: {spec.width} per {spec.per}"
+        )
         raise SequenceError(path, first_pack + pack, reason)
     return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
 
@@ -178,13 +180,13 @@ def list_field(
     for chunk in field.chunks if isinstance(field, pa.ChunkedArray) else [field]:
         if chunk.null_count:
             row = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
-            raise SequenceError(path, first_pack + row, f"{name} is null; every pack has a list of numbers")
+            raise SequenceError(path, first_pack + row, f"{name} is null; every pack needs a list of numbers")
         lengths.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64))
         flat = chunk.flatten()
         if flat.null_count:
             at = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
             row = int(np.searchsorted(np.cumsum(lengths[-1]), at, side="right"))
-            raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
+            raise SequenceError(path, first_pack + row, f"{name} contains a null; every token needs a value")
         # No copy is made except for booleans, which Arrow stores as bits.
         values.append(flat.to_numpy(zero_copy_only=False))
         first_pack += len(chunk)
@@ -214,7 +216,6 @@ class Reader(PackedReader):
 
     Reading one pack decodes its whole row group, which is the unit that Parquet compresses. The group is checked once,
     and cached for further reads. Each process opens its own reader; threads can share one.
-    is checked once, and kept in memory for further reads. Each process opens its own reader; threads may share one.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -266,8 +267,8 @@ class Reader(PackedReader):
             raise FormatError(f"{self.path}: schema metadata {KEY.decode()!r} is not JSON: {error}") from None
         if not isinstance(values, dict) or values.get("version") != VERSION:
             raise FormatError(
-                f"{self.path}: schema metadata {KEY.decode()!r} is not of version {VERSION};"
-                " upgrade megatron-sft-idx, or drop the key to read the columns alone"
+                f"{self.path}: schema metadata {KEY.decode()!r} is not of version {VERSION}; upgrade megatron-sft-idx,"
+                " or remove the key to read only the columns"
             )
         return values
 
@@ -294,7 +295,8 @@ class Reader(PackedReader):
             if wrong := [group for group, count in enumerate(counts) if not 0 <= count <= MAX_COUNT]:
                 group = wrong[0]
                 raise FormatError(
-                    f"{self.path}: row group {group} claims {counts[group]} {shown}; the footer is damaged"
+                    f"{self.path}: row group {group} has {counts[group]} {shown} according to the footer, which"
+                    " is damaged"
                 )
         self._media_nbytes = [_media_nbytes(group) for group in groups]
         self._num_tokens, self._num_sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
@@ -302,8 +304,8 @@ class Reader(PackedReader):
         self.num_packs = self._first_packs[-1]
         if self.num_packs != metadata.num_rows:
             raise FormatError(
-                f"{self.path}: row groups have {self.num_packs} rows, the footer says {metadata.num_rows}; it is"
-                " damaged"
+                f"{self.path}: row groups have {self.num_packs} rows, but the footer has {metadata.num_rows}; the file"
+                " is damaged"
             )
 
     @cached_property
@@ -318,7 +320,7 @@ class Reader(PackedReader):
             offsets = (batch.column("loss_mask").offsets.to_numpy() for batch in self._batches(["loss_mask"]))
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
-                raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
+                raise FormatError(f"{self.path}: a pack of {longest} tokens, expected at most {MAX_CAPACITY} (rule P1)")
         return self._make_spec(self._num_sequences, self._num_tokens, longest, 1, media=self.has_media)
 
     @cached_property
@@ -329,7 +331,7 @@ class Reader(PackedReader):
         if tuple(values.get(key) for key in ("num_packs", "num_sequences", "num_tokens")) == found:
             return int_within(values, "longest_pack", 0)
         if values:
-            self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
+            self.notes.append("the counts in its schema metadata do not match its rows, so the rows were counted")
         return None
 
     def read(self, index: int) -> Pack:
@@ -363,7 +365,7 @@ class Reader(PackedReader):
         # If the longest pack was not stated but counted, no pack exceeds the capacity.
         capacity = MAX_CAPACITY if self._stated_longest is None else self.spec.capacity
         if (pack := first_true(run.pack_lengths > capacity)) is not None:
-            reason = f"{lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
+            reason = f"{lengths[pack]} tokens, but the capacity of the file is {capacity} (rule P1)"
             raise SequenceError(self.path, first_pack + pack, reason)
         return run
 
@@ -373,16 +375,16 @@ class Reader(PackedReader):
         for name in self._fields:
             if (count := self._num_values[name][group]) > _MAX_GROUP_VALUES:
                 raise FormatError(
-                    f"{self.path}: row group {group} claims {count} values in {name}, at most {_MAX_GROUP_VALUES};"
-                    " write it again with smaller row groups"
+                    f"{self.path}: row group {group} has {count} values in {name}, expected at most"
+                    f" {_MAX_GROUP_VALUES}; write it again with smaller row groups"
                 )
         if (nbytes := self._media_nbytes[group]) > _MAX_GROUP_VALUES:
             raise FormatError(
-                f"{self.path}: row group {group} has {nbytes:,} bytes of images and audio, at most"
+                f"{self.path}: row group {group} has {nbytes:,} bytes of images and audio, expected at most"
                 f" {_MAX_GROUP_VALUES:,}; write it again with smaller row groups"
             )
         with pyarrow_errors(self.path):
-            # Without threads: in a forked process, those of pyarrow's pool do not exist.
+            # Without threads: a forked process does not have the threads of pyarrow's pool.
             rows = self._file.read_row_group(group, columns=self._fields, use_threads=False)
             run = self._run_of_rows(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED_FIELDS))
@@ -394,7 +396,8 @@ class Reader(PackedReader):
         if found != expected:
             raise FormatError(
                 f"{self.path}: {shown} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
-                f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
+                f" {expected[0]}, {expected[1]} and {expected[2]} according to the footer; the file is damaged: copy"
+                " or write it again"
             )
 
     def _batches(self, fields: list[str]) -> Iterator[pa.RecordBatch]:
@@ -470,7 +473,9 @@ class Writer(PackedWriter):
         self.stores_columns = BRIDGE_PADDING_KEY not in spec.metadata  # Bridge reads no columns
         spec = spec if self.stores_columns else dataclasses.replace(spec, columns={})
         if taken := sorted(spec.columns.keys() & set(FIELDS)):
-            raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have a field of this name; rename it")
+            raise FormatError(
+                f"{self._path}: column {taken[0]}: Parquet packs already have a field with this name; rename the column"
+            )
         if row_group_size < 1:
             raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
         self._row_group_size = row_group_size

@@ -57,7 +57,9 @@ def has_media_field(schema: pa.Schema, path: str, *, announced: bool) -> bool:
 
     if (count := schema.names.count(MEDIA_FIELD)) != 1:
         if count or announced:
-            reason = f"no column {MEDIA_FIELD}, which its metadata announce" if not count else f"{count} columns media"
+            reason = (
+                f"no column {MEDIA_FIELD}, although its metadata lists one" if not count else f"{count} columns media"
+            )
             raise FormatError(f"{path}: {reason}; copy or write it again")
         return False
     found = schema.field(MEDIA_FIELD).type
@@ -105,7 +107,9 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
         if chunk.null_count:
             row = first + int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
-            raise SequenceError(path, row, f"{MEDIA_FIELD} is null; a pack without images and audio has an empty list")
+            raise SequenceError(
+                path, row, f"{MEDIA_FIELD} is null; use an empty list for a pack without images and audio"
+            )
         counts.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64))
         packs = first + np.repeat(np.arange(len(chunk)), counts[-1])
         structs = chunk.flatten()
@@ -116,7 +120,7 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
             if of_all.null_count:
                 at = int(np.argmax(of_all.is_null().to_numpy(zero_copy_only=False)))
                 what = MEDIA_FIELD if not structs[at].is_valid else f"{MEDIA_FIELD}.{name}"
-                raise SequenceError(path, int(packs[at]), f"{what} holds a null; every item has all four values")
+                raise SequenceError(path, int(packs[at]), f"{what} contains a null; every item needs all four values")
             values.append(of_all)
         first += len(chunk)
     packs = np.repeat(np.arange(len(run)), np.concatenate([*counts, np.empty(0, np.int64)]).astype(np.int64))

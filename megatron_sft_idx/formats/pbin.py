@@ -21,9 +21,9 @@ With the right header size and byte order, the data ends inside the file, follow
 file. Wrong ones give astronomical lengths, or no pickle (``possible_framings``). Generations 3 and 4 differ in the
 first offset in the index. A file with an empty index counts as generation 4.
 
-Two kinds of files are not supported: those of the first experiments of November 2023, with a header of 4 bytes; and
-those with tokens of 3 bytes, which a few development versions of December 2024 wrote for large vocabularies, and which
-no version's reader ever accepted.
+Two kinds of files are not supported: files of the first experiments of November 2023, with a header of 4 bytes; and
+files with tokens of 3 bytes. A few development versions of December 2024 wrote these for large vocabularies, but no
+version ever read them.
 
 Every writer of the format only appends, so documents tile the data in the order of the index. This reveals the damage
 of Modalities' merge tool, which shifts the index entries of each further file by 12 bytes (a header) too little
@@ -100,8 +100,8 @@ class Framing(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"a {self.header_nbytes}-byte {self.byte_order}-endian header says {self.data_nbytes} bytes of data in"
-            f" tokens of {self.token_nbytes}, and a pickle goes from there to the end"
+            f"a {self.header_nbytes}-byte {self.byte_order}-endian header states {self.data_nbytes} bytes of data with"
+            f" {self.token_nbytes} bytes per token, followed by a pickle up to the end"
         )
 
     def open_tokens(self, path: str) -> NDArray[Any]:
@@ -148,9 +148,9 @@ def require_framings(path: str) -> list[Framing]:
     if framings := possible_framings(path):
         return framings
     raise FormatError(
-        f"{path}: no .pbin of any generation: {os.path.getsize(path)} bytes that begin with"
-        f" {head_of(path, _HEADER_NBYTES)!r}, expected a header with the length of the data, and a pickled index from"
-        " there to the end; the file was cut short, its writer was stopped before the end, or it is something else"
+        f"{path}: not a .pbin of any generation: {os.path.getsize(path)} bytes that begin with"
+        f" {head_of(path, _HEADER_NBYTES)!r}, expected a header with the length of the data, and a pickled index after"
+        " the data; the file is truncated, its writer was stopped, or it is another kind of file"
     )
 
 
@@ -161,7 +161,6 @@ class DocumentIndex(NamedTuple):
     file by the preceding data *minus 12 bytes* per file, the size of a header that is not there. So every file except
     the first seems to begin inside the last document of the previous one. The lengths and the data are right. Documents
     tile the data, so their starts follow from the lengths.
-    documents tile the data, their starts follow from the lengths alone.
 
     Attributes:
         framing: framing of the file.
@@ -185,13 +184,13 @@ class DocumentIndex(NamedTuple):
     def notes(self) -> Iterator[str]:
         """Yield sentences for ``PackedReader.notes``."""
         yield f".pbin of generation {self.generation} of 4: {self.framing}"
-        yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
+        yield "the file has no loss masks: as requested, every token except the first of each document is trained on"
         if self.num_moved:
-            yield f"{self.num_moved} documents placed by their lengths: the index was damaged by merging"
+            yield f"{self.num_moved} documents were located by their lengths, because merging had damaged the index"
         if empty := int(np.count_nonzero(self.lengths == 0)):
-            yield f"{empty} documents without a token left out"
+            yield f"{empty} documents without tokens were left out"
         if unused := self.framing.num_tokens - int(self.lengths.sum()):
-            yield f"{unused} tokens that no document holds left out"
+            yield f"{unused} tokens outside all documents were left out"
 
 
 def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentIndex:
@@ -229,8 +228,8 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
         document = int(np.argmax(too_long))
         longest = f"document {document} has {lengths[document]} bytes and " if too_long.any() else ""
         raise FormatError(
-            f"{path}: {longest}all documents have {total:.0f} bytes together, the data has {data_nbytes}; the index is"
-            " not of this file, make it again"
+            f"{path}: {longest}all documents together have {total:.0f} bytes, but the data has {data_nbytes}; the"
+            " index belongs to another file: create it again"
         )
     tiled_starts = np.cumsum(lengths) - lengths
     early_by = None
@@ -241,25 +240,25 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
         if (misplaced := first_bad_range(starts, lengths, data_nbytes)) is not None:
             raise FormatError(
                 f"{path}: document {misplaced} has {lengths[misplaced]} bytes at offset {offsets[misplaced]}; expected"
-                f" to follow the one before and to end within {data_nbytes} bytes of data; the index is damaged or not"
-                " of this file, make it again"
+                f" to begin after the previous one and to end within {data_nbytes} bytes of data; the index is damaged"
+                " or belongs to another file: create it again"
             )
     elif repair_merge:
         starts = tiled_starts
     else:
         first = int(np.argmax(early_by != 0))
         raise FormatError(
-            f"{path}: an index damaged by merging: document {first} is said to begin {early_by[first]} bytes before the"
-            f" one in front ends, and {np.count_nonzero(early_by)} documents in all are too early, by at most"
-            f" {early_by.max()} bytes. Modalities' merge_packed_data loses {_HEADER_NBYTES} bytes a file in the index;"
-            " data and lengths are whole: pass repair_merge=True (--repair-merge) to place the documents by their"
-            " lengths, or merge with another tool"
+            f"{path}: the index was damaged by merging: according to it, document {first} begins {early_by[first]}"
+            f" bytes before the end of the previous one, and {np.count_nonzero(early_by)} documents in total begin too"
+            f" early, by at most {early_by.max()} bytes. Modalities' merge_packed_data loses {_HEADER_NBYTES} bytes"
+            " per file in the index, but data and lengths are intact: pass repair_merge=True (--repair-merge) to"
+            " locate the documents by their lengths, or merge with another tool"
         )
     nbytes = framing.token_nbytes
     if (uneven := first_true((starts % nbytes) | (lengths % nbytes) != 0)) is not None:
         raise FormatError(
-            f"{path}: document {uneven} has {lengths[uneven]} bytes from {starts[uneven]} on, no whole tokens of"
-            f" {nbytes} bytes"
+            f"{path}: document {uneven} has {lengths[uneven]} bytes from {starts[uneven]} on, which is not a multiple"
+            f" of the {nbytes} bytes of a token"
         )
     num_moved = 0 if early_by is None else int(np.count_nonzero(early_by))
     return DocumentIndex(framing, base, starts // nbytes, lengths // nbytes, num_moved)
@@ -278,7 +277,9 @@ def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> in
     if newest == 0 and first < 0 and first % _HEADER_NBYTES == 0:
         return newest
     expected = " or ".join(map(str, generations))
-    raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
+    raise FormatError(
+        f"{path}: its first document is at {first}, expected {expected}; the index belongs to another file"
+    )
 
 
 def _merge_damage(
@@ -326,7 +327,7 @@ def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any
     native = tokens.astype(np.uint32, copy=False).view(np.int32)
     if len(native) and native.min() < 0:
         raise SequenceError(
-            path, position, f"has id {tokens.max()}, expected at most {2**31 - 1}: no vocabulary is so large"
+            path, position, f"has id {tokens.max()}, expected at most {2**31 - 1}, because no vocabulary is larger"
         )
     return native
 
@@ -342,14 +343,14 @@ class Reader(PackedReader):
         repair_merge: read a file whose index was damaged by ``merge_packed_data`` (see ``DocumentIndex``).
     """
 
-    label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
+    label_only = "a .pbin has no masks, so mask alignment {} does not apply; leave it out"
 
     def _open(self, *, mask_rule: MaskRule | None = None, repair_merge: bool = False) -> None:
         if mask_rule != "all":
             raise FormatError(
                 f"{self.path}: a .pbin has no loss masks{'' if mask_rule is None else f', and no rule {mask_rule!r}'};"
-                ' pass mask_rule="all" (--mask-rule all) to train every token, questions too, or convert from what it'
-                " was made of"
+                ' pass mask_rule="all" (--mask-rule all) to train on every token, including the questions, or convert'
+                " the original data instead"
             )
         index = read_document_index(self.path, repair_merge=repair_merge)
         if len(index.lengths) and index.lengths.max() > MAX_CAPACITY:
@@ -388,12 +389,12 @@ class Writer(PackedWriter):
     def _begin(self, spec: PackedSpec) -> None:
         if not self._allow_loss:
             raise FormatError(
-                f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
-                " document trained as a whole; pass lossy=True (--lossy) if that is what you want"
+                f"{self._path}: a .pbin stores no loss masks and no packs, so every sequence becomes a document that"
+                " is trained completely; pass lossy=True (--lossy) if you want that"
             )
         token_nbytes = spec.token_dtype.itemsize
         self._dtype = np.dtype(f"<u{token_nbytes}")
-        self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
+        self.lost["masks"] = "loss masks: the format stores none, so every token will be trained on"
         self._lengths: list[NDArray[np.int64]] = []
         self._file = self._make_output(token_nbytes * spec.num_tokens + 8 * spec.num_sequences).open()
         self._file.write(encode_header(0, token_nbytes))
@@ -408,7 +409,7 @@ class Writer(PackedWriter):
         self._file.write(as_bytes(np.ascontiguousarray(run.tokens, self._dtype)))
         self._lengths.append(run.sequence_lengths())
         if (run.pack_sequences > 1).any():
-            self.lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
+            self.lost["packs"] = "packs: every sequence becomes a separate document"
 
     def _finish(self) -> None:
         data_nbytes = self._file.nbytes - _HEADER_NBYTES

@@ -49,8 +49,8 @@ def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
         return _native.parse_pickled_pairs(data)
     except ValueError as error:
         raise FormatError(
-            f"{path}: its index is no pickled list of pairs of integers: {error} of the pickle;"
-            " nothing of it was run: do not unpickle the file by other means unless you know who made it"
+            f"{path}: its index is not a pickled list of pairs of integers: {error} of the pickle; none of it was"
+            " executed: do not unpickle the file with other tools unless you know who made it"
         ) from None
 
 
@@ -96,9 +96,9 @@ def unpickle_list(file: BinaryIO, name: str) -> list[Any]:
         raise FormatError(f"{name}: {error}") from None
     except Exception as error:
         # A damaged or hostile pickle can make the substitutes and the unpickler fail in any way.
-        raise FormatError(f"{name}: no readable pickle: {type(error).__name__}: {error}") from None
+        raise FormatError(f"{name}: not a readable pickle: {type(error).__name__}: {error}") from None
     if not isinstance(objects, list):
-        raise FormatError(f"{name}: found {type(objects).__name__}, expected a list of packs")
+        raise FormatError(f"{name}: expected a list of packs, found {type(objects).__name__}")
     return objects
 
 
@@ -114,7 +114,7 @@ class _PickledDtype:
 
     def __init__(self, name: str, *_: Any) -> None:
         if name not in self._NAMES:
-            raise FormatError(f"an array of {name!r}, only numbers and objects are read")
+            raise FormatError(f"an array of {name!r}, expected numbers or objects")
         self._name = name
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             raise FormatError(
                 f"its pickle calls {module_name}.{global_name}, which plain packs do not need and which could run any"
-                " code: refused; write the packs again as lists with numpy.save if they are yours"
+                " code, so it is rejected; if the packs are yours, write them again as lists with numpy.save"
             ) from None
         if isinstance(stand_in, type):
             return stand_in

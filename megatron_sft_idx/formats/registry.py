@@ -35,13 +35,13 @@ Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 # The module and a display description of each format. A module is imported only when a file is examined or written,
 # because some need libraries that take a second to import.
 _MODULES = {
-    "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
+    "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four other files)"),
     "npy": ("npy", "a pickled .npy of packs"),
     "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
     "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
     "pbin": ("pbin", "a Modalities .pbin"),
-    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
-    "save_to_disk": ("saved_dataset", "a Hugging Face dataset of packs that convert --to save_to_disk wrote"),
+    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl, ...)"),
+    "save_to_disk": ("saved_dataset", "a Hugging Face dataset of packs, written by convert --to save_to_disk"),
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
@@ -55,7 +55,7 @@ _MAX_LISTED = 5
 def _module(name: str) -> Any:
     """Return the module of a format. FormatError: the format does not exist."""
     if name not in _MODULES:
-        raise FormatError(f"format {name!r}: there is none of this name, choose one of {', '.join(_MODULES)}")
+        raise FormatError(f"unknown format {name!r}; choose one of {', '.join(_MODULES)}")
     return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
 
 
@@ -72,7 +72,7 @@ def _keywords(function: Any) -> set[str]:
 
 
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
-    """Open one file, folder or shard. The options are those of its format's ``Reader``.
+    """Open one file, folder or shard. See the ``Reader`` of its format for the options.
 
     Raises:
         FormatError: the format or an option does not exist, or the path does not have this format.
@@ -86,7 +86,7 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
 def create(
     path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, lossy: bool = False, **options: Any
 ) -> PackedWriter:
-    """Begin to write one file, folder or shard. The options are those of its format's ``Writer``.
+    """Begin to write one file, folder or shard. See the ``Writer`` of its format for the options.
 
     Raises:
         FormatError: the format does not exist or is read-only, an option does not exist, or ``path`` already exists.
@@ -113,7 +113,7 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
 def _writer_class(path: str, name: str) -> Any:
     """Return the ``Writer`` of a format. FormatError: it is read-only, or the path is in an object store."""
     if name not in WRITABLE:
-        raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
+        raise FormatError(f"{path}: format {name!r} cannot be written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
     return _module(name).Writer
 
@@ -152,14 +152,14 @@ def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[s
         require_type("source", each, str | os.PathLike)
     entries = [source] if isinstance(source, str | os.PathLike) else distinct(source)
     if not entries:
-        raise FormatError("an empty list of paths; name at least one")
+        raise FormatError("an empty list of paths; pass at least one")
     if name is not None:
         _module(name)
     matches = [match for entry in entries for match in _matches(os.fspath(entry), name)]
     formats = dict(reversed(matches))
     if len(formats) > 1:
         listed = ", ".join(f"{path} is {format_name}" for format_name, path in sorted(formats.items()))
-        raise FormatError(f"{listed}; one dataset is of one format: convert some, or open them one by one")
+        raise FormatError(f"{listed}; a dataset needs a single format: convert some, or open them separately")
     return matches[0][0], [path for _, path in matches]
 
 
@@ -188,7 +188,7 @@ def _match(path: str, name: str | None) -> tuple[str, str] | None:
     names = recognise(path) if name is None else [name] * _module(name).recognise(path)
     if len(names) > 1:
         listed = "; ".join(f"{one}: {_MODULES[one][1]}" for one in names)
-        raise FormatError(f"{path}: could be several things ({listed}); say which with format (--from)")
+        raise FormatError(f"{path}: could be one of several formats ({listed}); choose one with format (--from)")
     if not names:
         return None
     return names[0], prefix_of(path) if names[0] in _PREFIX_FORMATS else path
@@ -223,8 +223,8 @@ def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
         if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:
             kinds = ", ".join(sorted(set(recognised.values())))
             raise FormatError(
-                f"{path}: it is named like what is beside it, which is {kinds}, but it is no such thing;"
-                " it may be damaged or incomplete: restore it, or move it away"
+                f"{path}: by its name it belongs to the files next to it ({kinds}), but it has another format; it may"
+                " be damaged or incomplete: restore it, or move it away"
             )
     return [(kind, path) for path, kind in recognised.items()]
 
@@ -239,18 +239,22 @@ def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
     formats = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if entries:
         names = ", ".join(os.path.basename(entry) for entry in sorted(entries, key=natural_key)[:_MAX_LISTED])
-        there = f"{len(entries)} entries, none of them known: {names}{', ...' if len(entries) > _MAX_LISTED else ''}"
+        there = (
+            f"{len(entries)} entries, none with a known format: {names}{', ...' if len(entries) > _MAX_LISTED else ''}"
+        )
     elif os.path.isfile(path):
         there = f"a file of {os.path.getsize(path)} bytes that begins with {head_of(os.path.realpath(path), 16)!r}"
     elif os.path.lexists(path):
         there = f"{describe(path)} without data"
     elif paths is None or glob.has_magic(path):
-        there = "nothing of this name"
+        there = "no file or folder of this name"
     else:
-        return ShardNotFoundError(path, paths.missing(), f"nothing else has this name either; {where_to_look(paths)}")
+        return ShardNotFoundError(
+            path, paths.missing(), f"there is no file or folder of this name; {where_to_look(paths)}"
+        )
     return FormatError(
-        f"{path}: no known packed data; found {there}. Looked for {formats}."
-        " Say which it is with format (--from) to hear what is wrong with it"
+        f"{path}: no known packed data; found {there}. Looked for {formats}. Pass format (--from FORMAT) to see why it"
+        " cannot be read as that format"
     )
 
 
@@ -364,8 +368,8 @@ class JoinedReader:
             reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
             if self._identities and (reader.identity, len(reader)) != (self._identities[number], self.lengths[number]):
                 raise FormatError(
-                    f"{reader.path}: the content is another one than when this dataset was opened"
-                    f" ({reader.identity}, then {self._identities[number]}); it was written anew: start again"
+                    f"{reader.path}: the content has changed since this dataset was opened (now {reader.identity},"
+                    f" then {self._identities[number]}); start again"
                 )
             while len(self._readers) >= self.max_open:
                 oldest = self._readers.pop(next(iter(self._readers)))
@@ -389,8 +393,11 @@ class JoinedReader:
         reasons = {}
         for path, spec in zip(self.paths, self.specs, strict=True):
             for name in spec.columns.keys() - self.spec.columns.keys():
-                remedy = "sources with it are converted one by one, or made one shard first (merge)"
-                reasons[name] = f"{path}: column {name} is not that of all sources, or counts anew in each; {remedy}"
+                remedy = "convert such sources one by one, or merge them into one shard first (megatron-sft-idx merge)"
+                reasons[name] = (
+                    f"{path}: column {name} differs between the sources, or its numbers begin again in each source;"
+                    f" {remedy}"
+                )
         return dict(sorted(reasons.items()))
 
     @property
@@ -439,12 +446,12 @@ def require_one_tokenizer(path: str, stated: Iterable[tuple[int | None, Mapping[
     for shown, values in (("pad ids", pad_ids), ("tokenizers", fingerprints)):
         if len(values) > 1:
             listed = ", ".join(sorted(map(str, values)))
-            raise FormatError(f"{path} and others: different {shown} ({listed}); keep them apart")
+            raise FormatError(f"{path} and others: different {shown} ({listed}); read them separately")
     return next(iter(pad_ids), None)
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
-    """Return the spec of several files together; ``path`` is the first one's, for errors.
+    """Return the spec of several files together. ``path`` is the path of the first file, for errors.
 
     Raises:
         FormatError: pad ids or fingerprints of tokenizers differ.

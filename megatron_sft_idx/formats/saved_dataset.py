@@ -77,8 +77,8 @@ def _read_info(folder: str) -> dict[str, Any]:
     values = read_json_object(path)[0].get(_KEY)
     if not isinstance(values, dict):
         raise FormatError(
-            f"{path}: nothing under {_KEY!r}: not written by convert --to save_to_disk, or saved again by another"
-            f" program; preprocess --input {folder} reads any dataset on disk"
+            f"{path}: no entry {_KEY!r}: the dataset was not written by convert --to save_to_disk, or another program"
+            f" saved it again; use preprocess --input {folder} for any other dataset on disk"
         )
     if values.get("version") != _VERSION:
         raise FormatError(f"{path}: {_KEY!r} is not of version {_VERSION}; upgrade megatron-sft-idx")
@@ -107,7 +107,7 @@ class Reader(PackedReader):
         SFTIndexError: pyarrow is not installed.
     """
 
-    label_only = "labels name the tokens to train on, which models shift; leave mask alignment {!r} out"
+    label_only = "labels define the trained tokens, and models shift them; leave mask alignment {!r} out"
 
     def _open(self) -> None:
         self.alignment = "token"
@@ -130,14 +130,16 @@ class Reader(PackedReader):
         }
         counts = {name: int_within(values, name, minimum, MAX_COUNT) for name, minimum in names.items()}
         if wrong := [name for name, count in counts.items() if count is None]:
-            raise FormatError(f"{self.path}: {_INFO} says {wrong[0]} {values.get(wrong[0])!r}, expected a count")
+            raise FormatError(f"{self.path}: {wrong[0]} in {_INFO} is {values.get(wrong[0])!r}, expected a count")
         self._counts = {name: count for name, count in counts.items() if count is not None}
         self.num_packs = self._counts["num_packs"]
         places: Any = values.get("batches")
         batches = -(-self.num_packs // self._counts["batch_rows"])
         good = isinstance(places, list) and len(places) == batches + 1 and all(type(place) is int for place in places)
         if not good or places[0] < 1 or places != sorted({*places}) or places[-1] > size:
-            raise FormatError(f"{self.path}: {_INFO} has no place within {_DATA} for each of {batches} record batches")
+            raise FormatError(
+                f"{self.path}: {_INFO} does not give a position in {_DATA} for each of {batches} record batches"
+            )
         self._places: list[int] = places
         with pyarrow_errors(self._data, "Arrow"):
             import pyarrow as pa
@@ -155,7 +157,7 @@ class Reader(PackedReader):
             file.seek(start)
             data = file.read(stop - start)
         if len(data) != stop - start:
-            raise FormatError(f"{self._data}: cut short while it was read; copy or write it again")
+            raise FormatError(f"{self._data}: truncated while it was read; copy or write it again")
         return data
 
     def read(self, index: int) -> Pack:
@@ -175,7 +177,9 @@ class Reader(PackedReader):
         found = counts.num_packs, counts.num_sequences, counts.num_tokens, counts.longest_pack
         expected = tuple(self._counts[name] for name in ("num_packs", "num_sequences", "num_tokens", "longest_pack"))
         if found != expected:
-            raise FormatError(f"{self.path}: {found} packs, sequences, tokens, longest pack; {_INFO} says {expected}")
+            raise FormatError(
+                f"{self.path}: packs, sequences, tokens, longest pack are {found}, but {expected} in {_INFO}"
+            )
 
     def _batch(self, number: int) -> PackRun:
         """The packs of a record batch, all checked."""
@@ -275,7 +279,9 @@ class Writer(PackedWriter):
 
     def _append(self, run: PackRun) -> None:
         if run.pack_lengths.max(initial=0) > self._row_length:
-            raise FormatError(f"{self._path}: a pack longer than the {self._row_length} positions that were announced")
+            raise FormatError(
+                f"{self._path}: a pack is longer than the {self._row_length} positions in the spec of this writer"
+            )
         first = 0
         while first < len(run):
             last = min(len(run), first + self._batch_rows - self._num_held)

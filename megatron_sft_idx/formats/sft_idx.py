@@ -61,8 +61,8 @@ class Reader(PackedReader):
     """
 
     label_only = (
-        "mask alignment {}, but a shard's loss masks are label-aligned (rule P6); leave the option out: they would be"
-        " shifted twice"
+        "mask alignment {} would shift the masks twice, because a shard's loss masks are label-aligned (rule P6);"
+        " leave the option out"
     )
 
     def __init__(

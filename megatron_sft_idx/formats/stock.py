@@ -58,17 +58,17 @@ class _StockItems:
         """Open both files. FormatError: one is missing or incomplete, or an item is not inside the ``.bin``."""
         for path in (paths.idx, paths.tokens):
             if not os.path.isfile(path):
-                raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
+                raise FormatError(f"{path}: not found; a stock Megatron dataset is a pair of files, .idx and .bin")
         dtype, *columns = open_idx(paths.idx)
         lengths, pointers = (np.asarray(column, np.int64) for column in columns)
         size = os.path.getsize(paths.tokens)
         if (item := first_true(lengths < 0)) is not None:
-            raise FormatError(f"{paths.idx}: item {item} has {lengths[item]} tokens; it is damaged")
+            raise FormatError(f"{paths.idx}: item {item} has {lengths[item]} tokens; the file is damaged")
         if (item := first_bad_range(pointers, lengths * dtype.itemsize, size)) is not None:
             raise FormatError(
-                f"{paths.idx}: item {item} is said to be {lengths[item]} tokens at byte {pointers[item]} of"
-                f" {paths.tokens}, which overlaps the item before it or leaves the file of {size} bytes;"
-                " one of the two was cut short or changed: restore them"
+                f"{paths.idx}: item {item} has {lengths[item]} tokens at byte {pointers[item]} of {paths.tokens},"
+                f" which overlaps the previous item or exceeds the file of {size} bytes; one of the two files was"
+                " truncated or changed: restore them"
             )
         raw: Any = open_array(paths.tokens, np.dtype("u1"), size, nbytes=size)
         return cls(raw, dtype, lengths, pointers)
@@ -104,16 +104,16 @@ def open_idx(path: str) -> StockIndex:
     with open_regular(path) as file:
         head = file.read(IDX_HEADER_NBYTES)
     if len(head) < IDX_HEADER_NBYTES or head[: len(IDX_MAGIC)] != IDX_MAGIC:
-        raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is no index of Megatron's")
+        raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is not a Megatron index")
     _, version, code, items, documents = IDX_HEADER.unpack(head)
     if version != 1 or code not in _DTYPES:
-        raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
+        raise FormatError(f"{path}: version {version} and dtype code {code}, expected version 1 and a code from 1 to 8")
     # Python integers do not overflow, so a count of any size fails here, before memory is allocated for it.
     expected = idx_nbytes(items) + 8 * (documents - items - 1)
     if size != expected:
         raise FormatError(
-            f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
-            " it was cut short or changed, or is of a multimodal dataset; only text is read here"
+            f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries; the file"
+            " was truncated or changed, or belongs to a multimodal dataset, which is not supported"
         )
     raw: Any = open_array(path, np.dtype("u1"), size, nbytes=size)
     pointers_begin = IDX_HEADER_NBYTES + 4 * items
@@ -137,24 +137,28 @@ class Reader(PackedReader):
         self.path = paths.prefix
         if (mask_rule is None) == (mask_path is None) or mask_rule not in (None, "all"):
             raise FormatError(
-                f"{self.path}: a stock dataset has no loss masks; say what is trained on, by mask_rule 'all'"
-                " (--mask-rule all) or by a dataset of masks of the same lengths (--mask-path PREFIX), one of the two"
+                f"{self.path}: a stock dataset has no loss masks; pass either mask_rule 'all' (--mask-rule all) to"
+                " train on every token, or a dataset of masks of the same lengths (--mask-path PREFIX)"
             )
         self._items = _StockItems.open(paths)
         if self._items.dtype.kind == "f":
-            raise FormatError(f"{self.path}: items of {self._items.dtype}, token ids are integers")
+            raise FormatError(f"{self.path}: items of {self._items.dtype}, expected integer token ids")
         if (item := first_true(self._items.lengths == 0)) is not None:
-            raise SequenceError(self.path, item, "has no tokens, a sequence has at least one (rule P3); leave it out")
+            raise SequenceError(
+                self.path, item, "has no tokens, but a sequence needs at least one (rule P3); leave it out"
+            )
         self.num_packs, files = len(self._items.lengths), [paths.idx, paths.tokens]
         self._masks: _StockItems | None = None
-        self.notes.append("one sequence a pack: the format knows items only; pack them with the pack verb")
+        self.notes.append(
+            "one sequence per pack, because the format only has items; pack them with megatron-sft-idx pack"
+        )
         if os.path.isfile(paths.seq_idx):
             self.notes.append(
-                f"{paths.seq_idx} is beside it: this is a packed SFT shard, whose packs are taken for sequences, and"
-                " whose masks and columns are left out; read it as sft-idx to have them"
+                f"{paths.seq_idx} exists, so this is a packed SFT shard: its packs are read as sequences, without"
+                " masks and columns; read it as sft-idx to get everything"
             )
         if mask_path is None:
-            self.notes.append("every token is trained on, as the mask rule says")
+            self.notes.append("every token is trained on (mask rule)")
             self.alignment, self._states_alignment = "label", True  # the masks are made here
         else:
             mask_paths = ShardPaths.of(mask_path)

@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,6 +24,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from megatron_sft_idx import __version__
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.inspect.origin import sources_of
 from megatron_sft_idx.inspect.shown_media import Thumbnail, Thumbnails, blobs_of, shown_items
 from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, losses, media_lines, provenance
@@ -39,6 +43,7 @@ from megatron_sft_idx.inspect.text import (
 )
 from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.shard import Pack, Shard
+from megatron_sft_idx.storage.local import is_remote
 from megatron_sft_idx.storage.publish import Kind, head_of
 
 MAX_NBYTES = 1_000_000
@@ -120,6 +125,11 @@ class ShownPack(NamedTuple):
     pictures: Sequence[Picture]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether some of its tokens are not shown."""
+        return self.num_sequences > len(self.sequences) or any(sequence.hidden for sequence in self.sequences)
+
+    @property
     def share(self) -> str:
         """Return the trained fraction: ``none``, per cent, or ``all`` except the first token of each sequence."""
         if not self.trained:
@@ -145,23 +155,66 @@ class Chart(NamedTuple):
     marks: list[tuple[float, str]]
 
 
-def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> bytes:
+def make_page(
+    shard: Shard, survey: Survey, decode: Decode | None = None, *, tokenizer: str | os.PathLike[str] | None = None
+) -> bytes:
     """Return the page of a shard, UTF-8, at most ``MAX_NBYTES``.
+
+    The page shows when it was made. If the environment variable ``SOURCE_DATE_EPOCH`` is set to a number of seconds
+    since 1970, it shows this time instead, so that the same shard gives the same bytes.
 
     Args:
         shard: the shard.
         survey: the counts of the shard, with all windows added.
         decode: ids to text; None shows ids.
+        tokenizer: path of the tokenizer of ``decode``, for the commands on the page.
+
+    Raises:
+        FormatError: ``SOURCE_DATE_EPOCH`` is not a number of seconds.
     """
+    made, commands = _now(), _Commands.of(shard.prefix, tokenizer)
     max_tokens, thumbnails = _SHOWN_TOKENS, Thumbnails()
     while True:
         thumbnails.begin()
         context = _context(shard, survey, decode, max_tokens, thumbnails)
-        page = _template().render(**context).encode("utf-8", "replace")
+        page = _template().render(**context, made=made, commands=commands).encode("utf-8", "replace")
         if len(page) <= MAX_NBYTES:
             return page
         assert max_tokens, f"{len(page)} bytes without any text"
         max_tokens //= 2
+
+
+def _now() -> str:
+    """Return the time that the page shows, such as ``2026-08-24 09:30 UTC``."""
+    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if fixed and not re.fullmatch("[0-9]{1,11}", fixed):
+        raise FormatError(f"SOURCE_DATE_EPOCH: {brief(fixed)}, expected a number of seconds since 1970, or nothing")
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(fixed) if fixed else time.time()))
+
+
+class _Commands(NamedTuple):
+    """Beginnings of commands that the page shows. Their paths are absolute, so they work in any folder.
+
+    Attributes:
+        path: path of the shard.
+        inspect: prints ids, or needs none.
+        inspect_text: prints text if the tokenizer is known, else ids.
+    """
+
+    path: str
+    inspect: str
+    inspect_text: str
+
+    @classmethod
+    def of(cls, prefix: str, tokenizer: str | os.PathLike[str] | None) -> _Commands:
+        path = prefix if is_remote(prefix) else os.path.abspath(prefix)
+        inspect = f"megatron-sft-idx inspect {_quoted(path)}"
+        option = "" if tokenizer is None else f" --tokenizer {_quoted(os.path.abspath(tokenizer))}"
+        return cls(shortened(path, _MAX_CHARACTERS), inspect, inspect + option)
+
+
+def _quoted(word: str) -> str:
+    return shlex.quote(shortened(word, _MAX_CHARACTERS))
 
 
 def _context(
@@ -171,7 +224,8 @@ def _context(
     style, script = (Markup(_resource(name)) for name in ("page.css", "page.js"))
     context = {
         "name": shortened(os.path.basename(shard.prefix), _MAX_CHARACTERS),
-        "command": f"megatron-sft-idx inspect {shlex.quote(shortened(shard.prefix, _MAX_CHARACTERS))} --pack",
+        "path": shortened(shard.prefix, _MAX_CHARACTERS),
+        "version": __version__,
         "header": header,
         "survey": survey,
         "style": style,
@@ -195,6 +249,7 @@ def _context(
         packs.append(_shown_pack(shard, number, decode or ids_as_text, max_tokens // len(numbers), pictures))
     shown = {(pack.number, sequence.number) for pack in packs for sequence in pack.sequences}
     files = [] if survey.sources is None else sorted(survey.sources.table(), key=lambda file: -file.tokens)
+    sources = [sequence.source for pack in packs for sequence in pack.sequences if sequence.source]
     return context | {
         "nbytes": sum(survey.nbytes.values()),
         "rows": [pack for pack in packs if pack.number in drawn],
@@ -202,6 +257,13 @@ def _context(
         "packs": packs,
         # Pack and number of the shown sequences.
         "anchors": shown,
+        # A pack for the command that prints one: the first that is not on the page.
+        "other_pack": next((number for number in range(header.num_packs) if number not in numbers), 0),
+        # An input line for the command that finds its sequences.
+        "line": next(
+            (_quoted(source) for source in sources if source.rpartition(":")[0] in (survey.names or ())), None
+        ),
+        "sources_shown": bool(sources),
         "files": files[:_MAX_FILES],
         "files_left": len(files) - len(files[:_MAX_FILES]),
         "decoded": decode is not None,
@@ -228,25 +290,28 @@ def _charts(survey: Survey) -> Iterator[Chart]:
     capacity, fill, cost = survey.header.capacity, survey.pack_lengths, survey.cost
 
     def counts(title: str, tally: Tally, unit: str, of: str) -> Chart:
-        most = f"95th percentile {tally.quantile(0.95):,}, largest {tally.largest:,}"
-        caption = f"median {tally.quantile(0.5):,}, {most}"
-        return histogram(title, caption, tally, min(tally.least, 1), tally.largest, unit=unit, of=of)
+        median, largest = tally.quantile(0.5), tally.largest
+        caption = f"median {median:,}, 95th percentile {tally.quantile(0.95):,}, largest {largest:,}"
+        # On a linear axis, half of the values would share a tenth of the picture.
+        if is_spread := tally.least > 0 and largest >= 10 * median:
+            caption += "; logarithmic axis"
+        return histogram(title, caption, tally, min(tally.least, 1), largest, unit=unit, of=of, logarithmic=is_spread)
 
     def shares(title: str, tally: Tally, low: int, whole: int, of: str) -> Chart:
         half, few, least = (100 * value / whole for value in (tally.quantile(0.5), tally.quantile(0.05), tally.least))
         caption = f"median {half:.1f}%, 5th percentile {few:.1f}%, least {least:.1f}%"
         return histogram(title, caption, tally, low, whole, unit="%", of=of, scale=100 / whole)
 
-    yield counts("Sequence length in tokens", survey.sequence_lengths, "tokens", "sequences")
-    yield shares("Trained share of a sequence", survey.sequence_trained, 0, PERMILLE, "sequences")
+    yield counts("Sequence length in tokens", survey.sequence_lengths, "tokens", "sequence")
+    yield shares("Trained share of a sequence", survey.sequence_trained, 0, PERMILLE, "sequence")
     low = 0 if fill.quantile(0.02) < 0.6 * capacity else fill.least
-    yield shares("Fill of a pack", fill, low, capacity, "packs")
-    yield shares("Trained share of a pack", survey.trained, 0, PERMILLE, "packs")
-    yield counts("Sequences in a pack", survey.sequences, "sequences", "packs")
+    yield shares("Fill of a pack", fill, low, capacity, "pack")
+    yield shares("Trained share of a pack", survey.trained, 0, PERMILLE, "pack")
+    yield counts("Sequences in a pack", survey.sequences, "sequences", "pack")
     half, most, largest = (value / cost.mean for value in (cost.quantile(0.5), cost.quantile(0.95), cost.largest))
     caption = f"1× is the mean: median {half:.2f}×, 95th percentile {most:.2f}×, largest {largest:.2f}×"
     title = "Attention cost of a pack"
-    yield histogram(title, caption, cost, 0, cost.largest, unit="×", of="packs", scale=1 / cost.mean)
+    yield histogram(title, caption, cost, 0, cost.largest, unit="×", of="pack", scale=1 / cost.mean)
 
 
 def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
@@ -399,7 +464,7 @@ def bar_paths(pack: Pack, capacity: int) -> list[tuple[str, str]]:
 def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
     """Yield the spans of one colour: start, stop, sequence, whether it is trained, whether it ends the sequence."""
     bounds = pack["seq_boundaries"].astype(np.int64)
-    trained = trained_tokens(pack["loss_mask"]) > 0
+    trained = trained_tokens(pack["loss_mask"]) != 0
     trained[bounds[:-1]] = False
     length = len(trained)
     changes = np.zeros(length + 1, np.bool_)
@@ -419,7 +484,16 @@ _LEFT, _RIGHT, _BASE = 46, 462, 168
 
 
 def histogram(
-    title: str, caption: str, tally: Tally, low: int, high: int, *, unit: str, of: str, scale: float = 1.0
+    title: str,
+    caption: str,
+    tally: Tally,
+    low: int,
+    high: int,
+    *,
+    unit: str,
+    of: str,
+    scale: float = 1.0,
+    logarithmic: bool = False,
 ) -> Chart:
     """Return the fraction of each class of values from ``low`` to ``high``, in per cent.
 
@@ -430,34 +504,48 @@ def histogram(
         low: beginning of the axis.
         high: end of the axis.
         unit: unit of the values, after ``scale``.
-        of: the counted things, in the plural.
+        of: the counted things, in the singular.
         scale: factor for displayed values.
+        logarithmic: whether the axis is logarithmic; it then reaches from the smallest to the largest value.
     """
-    edges, counts = tally.histogram(_BINS, low, high)
-    shares = 100 * counts / max(1, int(counts.sum()))
+    edges, counts = tally.logarithmic_histogram() if logarithmic else tally.histogram(_BINS, low, high)
+    total = int(counts.sum())
+    shares = 100 * counts / max(1, total)
     top, first, last = float(shares.max(initial=0.0)), float(edges[0]), float(edges[-1])
 
     def across(value: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * (value - first) / max(last - first, 1e-9)
+        along = math.log(value / first) / math.log(last / first) if logarithmic else (value - first) / (last - first)
+        return _LEFT + (_RIGHT - _LEFT) * along
 
     def up(share: float) -> float:
         return _BASE - (_BASE - 10) * share / max(top, 1e-9)
 
     sign = unit if unit in "%×" else ""
     # A class of one value is labelled in its middle, a class of several at its beginning.
-    middle = 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
-    ticks = nice_ticks(first * scale, last * scale - 2 * middle, 6, whole=scale == 1)
+    middle = 0.5 if edges[1] - edges[0] == 1 and scale == 1 and not logarithmic else 0.0
+    if logarithmic:
+        ticks = logarithmic_ticks(first, high, 6)
+    else:
+        ticks = nice_ticks(first * scale, high * scale, 6, whole=scale == 1)
     marks = [(across(value / scale + middle), text + sign) for value, text in ticks if first * scale <= value]
     bars = []
     for (begin, end), share, count in zip(pairwise(edges.tolist()), shares.tolist(), counts.tolist(), strict=True):
         if not count:
             continue
-        greatest, digits = ((end - 1) * scale, 6) if scale == 1 else (end * scale, 3)
+        greatest, digits = (min(end - 1, high), 6) if scale == 1 else (min(end, high) * scale, 3)
         span = f"{begin * scale:,.{digits}g}"
         span += f" to {greatest:,.{digits}g}" if greatest > begin * scale else ""
         y = min(up(share), _BASE - 1)  # anything above zero must be visible
         width = max(across(end) - across(begin) - 1, 0.8)
-        bars.append((across(begin), y, width, _BASE - y, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
+        bars.append(
+            (
+                across(begin),
+                y,
+                width,
+                _BASE - y,
+                f"{span}{sign or f' {unit}'}: {counted(count, of)} ({_percent(count, total)})",
+            )
+        )
     return Chart(title, caption, bars, [(up(value), f"{text}%") for value, text in nice_ticks(0, top, 4)], marks)
 
 
@@ -471,6 +559,16 @@ def nice_ticks(low: float, high: float, max_steps: int, *, whole: bool = False) 
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [(k * step, _written(k * step, step)) for k in range(first, last + 1)]
+
+
+def logarithmic_ticks(low: float, high: float, max_steps: int) -> list[tuple[float, str]]:
+    """Return powers of ten from ``low`` to ``high``, with texts; also 2 and 5 times these if there are few enough."""
+    powers = [10**power for power in range(math.ceil(math.log10(high)) + 1)]
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        values = [value for power in powers for factor in factors if low <= (value := power * factor) <= high]
+        if len(values) <= max_steps + 1:
+            break
+    return [(float(value), f"{value:,}") for value in values]
 
 
 def _written(value: float, step: float) -> str:

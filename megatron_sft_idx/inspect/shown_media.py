@@ -292,5 +292,5 @@ def _small(image: Any, side: int) -> Any:
 
 
 def sequence_of(bounds: Sequence[int], position: int) -> int:
-    """Return the number of the sequence at a position of a pack; ``bounds`` are those of its sequences."""
+    """Return the number of the sequence at a position of a pack with boundaries ``bounds``."""
     return bisect_right(bounds, position) - 1

@@ -131,7 +131,7 @@ class Survey:
         return self.cost.largest / self.cost.mean if self.cost.total else 0.0
 
     def add(self, window: Window) -> None:
-        """Add the contents of a window. FormatError: packs are larger than the header says (rule H9)."""
+        """Add the contents of a window. FormatError: packs are larger than the header's maximum (rule H9)."""
         ids, loss = window.content()
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
         begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)

@@ -5,6 +5,7 @@ Each class here gets the values of consecutive packs or sequences, window by win
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,9 +70,30 @@ class Tally:
         low = low // self.step * self.step
         edges = np.arange(low, high + width + 1, width, dtype=np.int64)
         edges = edges[: int(np.searchsorted(edges, high, "right")) + 1]
+        return edges, self._counts_between(edges)
+
+    def logarithmic_histogram(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return counts of values in classes from the smallest to the largest value, which must be at least 1.
+
+        The largest value of each class is about 1.41 times that of the class before, so two classes double it.
+
+        Returns:
+            edges, whole numbers, int64 [classes + 1]; counts, int64 [classes].
+        """
+        end = self.largest + 1
+        num_classes = max(1, math.ceil(2 * math.log2(end / self.least)))
+        edges = np.rint(end / 2 ** (np.arange(num_classes, -1, -1) / 2)).astype(np.int64)
+        edges = -(-edges // self.step) * self.step
+        edges = np.unique(np.maximum(edges, self.least))
+        edges[0] = self.least
+        return edges, self._counts_between(edges)
+
+    def _counts_between(self, edges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return counts between edges. All edges except the first must be multiples of ``step``."""
         sums = np.concatenate([[0], np.cumsum(self.counts)])
         at = np.minimum(-(-edges // self.step), len(self.counts))
-        return edges, np.diff(sums[at])
+        at[0] = edges[0] // self.step
+        return np.diff(sums[at])
 
     def describe(self) -> dict[str, Any]:
         """Return quantiles and the mean, as plain values."""

@@ -18,7 +18,7 @@ from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
-GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
+GREEN, YELLOW, DIM, RESET = "\x1b[30;42m", "\x1b[30;43m", "\x1b[2m", "\x1b[0m"
 _CONTEXT = 40  # characters shown before and after a match
 _MAX_CHARACTER_TOKENS = 8  # maximum number of tokens of one character
 
@@ -285,6 +285,15 @@ class Match(NamedTuple):
     before: str
     text: str
     after: str
+
+    def in_context(self, *, color: bool = False) -> str:
+        """Return the found text with the text around it, on one line.
+
+        The found text is between ``>>`` and ``<<``, or on a yellow background with ``color``. It never has the
+        ``[[ ]]`` or the green background of trained tokens.
+        """
+        before, text, after = map(on_one_line, (self.before, self.text, self.after))
+        return f"{before}{YELLOW}{text}{RESET}{after}" if color else f"{before}>>{text}<<{after}"
 
 
 def find_text(

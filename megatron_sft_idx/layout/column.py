@@ -112,7 +112,7 @@ class ColumnSpec:
         ):
             if not isinstance(value, str | np.dtype) or value not in choices:
                 found = value if attribute == "dtype" else brief(value)
-                raise FormatError(f"column: {attribute} {found}, choose one of {', '.join(map(str, choices))}")
+                raise FormatError(f"column: unknown {attribute} {found}; choose one of {', '.join(map(str, choices))}")
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
@@ -165,7 +165,7 @@ class ColumnSpec:
             raise ValueError(f"column {name} {error}") from None
         if array.shape != self.shape(rows):
             raise ValueError(
-                f"column {name} has shape {array.shape}; expected {self.shape(rows)}: one row a {self.per}"
+                f"column {name} has shape {array.shape}; expected {self.shape(rows)}: one row per {self.per}"
             )
         if array.dtype == self.dtype:
             return np.ascontiguousarray(array, self.dtype)
@@ -176,7 +176,7 @@ class ColumnSpec:
             stored = np.ascontiguousarray(array, self.dtype)
         # Floating-point values are rounded. A value that is too large would become infinite.
         if (stored != array if is_integer else np.isinf(stored) & ~np.isinf(array)).any():
-            raise ValueError(f"column {name} holds values that {self.dtype} does not; declare a wider dtype")
+            raise ValueError(f"column {name} has values that do not fit into {self.dtype}; choose a larger dtype")
         return stored
 
     def encode(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class ColumnSpec:
             dtype = COLUMN_DTYPES[value["dtype"]]
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
         except (FormatError, KeyError, TypeError) as error:
-            raise ValueError(f"no column: {error}") from None
+            raise ValueError(f"not a column: {error}") from None
 
 
 def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
@@ -249,7 +249,7 @@ class NamedRows:
         if self._name == "source" and rows[:, 0].max(initial=0) >= self._num_files:
             at = int(np.argmax(rows[:, 0] >= self._num_files))
             raise ValueError(
-                f"column source: sequence {self._num_rows + at} is of file {rows[at, 0]}, expected less than"
+                f"column source: sequence {self._num_rows + at} is from file {rows[at, 0]}, expected a number below"
                 f" {self._num_files} (rule C9)"
             )
         if self._name == "pair":
@@ -259,8 +259,8 @@ class NamedRows:
                 at = int(torn[0]) if torn.size else len(both) - 1
                 first = self._num_rows - len(self._half_pair) + at
                 raise ValueError(
-                    f"column pair: sequences from {first} on are {both[at : at + 2].tolist()}, expected [n, 0] and"
-                    " [n, 1] (rule C10)"
+                    f"column pair: sequences {first} and {first + 1} have {both[at : at + 2].tolist()}, expected [n,"
+                    " 0] and [n, 1] (rule C10)"
                 )
 
     def accept(self, rows: NDArray[Any]) -> None:

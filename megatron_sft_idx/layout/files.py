@@ -68,7 +68,7 @@ def check_column_name(name: str) -> str:
     if name in RESERVED_NAMES:
         raise FormatError(f"column {name!r}: this name has another meaning in packs or batches; choose another name")
     raise FormatError(
-        f"column {name!r}: a name is of small letters, digits and _, begins with a letter, and has at most 64 of them"
+        f"column {name!r}: expected a name of at most 64 lower-case letters, digits and _, beginning with a letter"
     )
 
 
@@ -127,20 +127,18 @@ class ShardPaths:
         elif suffix := max((each for each in (*SUFFIXES, *MEDIA_SUFFIXES) if path.endswith(each)), key=len, default=""):
             path = path[: -len(suffix)]
         if os.path.basename(path) in ("", ".", ".."):
-            raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
+            raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; pass a shard inside a folder, such as data/train")
         return cls(path)
 
     def require_own_names(self) -> None:
         """Raise FormatError if a file name also belongs to another shard (``a.loss.bin``: ``a.loss`` and ``a``)."""
         if any(ShardPaths.of(path).prefix != self.prefix for path in (self.prefix, *ShardPaths(self.prefix).all)):
-            raise FormatError(
-                f"{self.prefix}: a prefix that itself ends like one of a shard's files; choose another name"
-            )
+            raise FormatError(f"{self.prefix}: a prefix must not end like one of a shard's files; choose another name")
 
     @property
     def index_remedy(self) -> str:
         """The remedy given in errors about a missing or wrong index."""
-        return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
+        return f"restore it from a copy, or rebuild it from the other files: megatron-sft-idx rebuild {self.prefix}"
 
     @property
     def folder(self) -> Path:
@@ -267,7 +265,7 @@ def _coded_dtype(dtype: Any, by_code: dict[int, np.dtype[Any]], role: str, allow
     for code, candidate in by_code.items():
         if candidate == given:
             return code, candidate
-    raise FormatError(f"{role} {given}: the format stores {allowed}; pass one of these")
+    raise FormatError(f"{role} {given}: the format only stores {allowed}; pass one of these")
 
 
 def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
@@ -275,7 +273,7 @@ def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
     try:
         converted: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):
-        raise FormatError(f"{role} {dtype}: numpy has no such dtype; give one such as 'uint16'") from None
+        raise FormatError(f"{role} {dtype}: numpy has no such dtype; pass one such as 'uint16'") from None
     return converted
 
 
@@ -316,7 +314,7 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
     array = plain_array(values)
     if array.dtype.kind == "f":
         if rounds_to_zero(array):
-            raise ValueError("holds a weight that float32 rounds to 0; write 0, or 1e-40 or more")
+            raise ValueError("has a weight that is rounded to 0 in float32; use 0, or 1e-40 or more")
         return _native_form(array, _WEIGHTS, "f", "numbers")
     return _native_form(array, _FLAGS, "iub", "numbers or booleans")
 
@@ -334,7 +332,7 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
     if array.dtype.kind not in kinds:
         raise ValueError(f"has dtype {array.dtype}; expected {expected}")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"holds {array.max()}, far outside any id, position or mask")
+        raise ValueError(f"has {array.max()}, which is too large for an id, a position or a mask")
     return np.require(array, dtypes[-1], ("C", "ALIGNED"))
 
 
@@ -411,8 +409,8 @@ class HeaderForm:
         size = align(self.fixed_nbytes + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
         if size > MAX_HEADER_NBYTES:
             raise FormatError(
-                f"metadata: the header would have {size} bytes, at most {MAX_HEADER_NBYTES} (rule {self.rules[2]});"
-                " store less in it"
+                f"metadata: the header would have {size} bytes, expected at most {MAX_HEADER_NBYTES} (rule"
+                f" {self.rules[2]}); store less metadata"
             )
         return size
 
@@ -473,13 +471,15 @@ class HeaderForm:
         _, _, size_rule, checksum_rule, zeros_rule, json_rule = self.rules
         values = self.values(raw)
         if len(raw) < (size := values["header_nbytes"]):
-            yield BrokenRule(len(raw), size_rule, "a file that ends inside the header", f"{size} bytes of it")
+            yield BrokenRule(len(raw), size_rule, "a file that ends inside the header", f"{size} bytes")
             return
         raw = raw[:size]
         stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
         if stored != computed:
             found = f"header checksum {stored.hex()}"
-            yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum_rule, found, f"{computed.hex()} by its bytes")
+            yield BrokenRule(
+                len(raw) - CHECKSUM_NBYTES, checksum_rule, found, f"{computed.hex()}, computed from its bytes"
+            )
         for name, rule, ok, expected in self._checks(values, self.metadata(raw) or {}):
             if not ok:
                 shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
@@ -490,7 +490,7 @@ class HeaderForm:
             yield BrokenRule(self.offsets["json_nbytes"], json_rule, found, f"a block that fills {len(raw)} bytes")
             return
         if any(raw[end:-CHECKSUM_NBYTES]):
-            yield BrokenRule(end, zeros_rule, "bytes between JSON block and checksum", "zeros")
+            yield BrokenRule(end, zeros_rule, "non-zero bytes between JSON block and checksum", "zeros")
         if self.metadata(raw) is None:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
             yield BrokenRule(self.fixed_nbytes, json_rule, "another JSON block", expected)
@@ -503,7 +503,7 @@ class HeaderForm:
         is_version = (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1])
         if is_version and len(raw) >= self.fixed_nbytes:
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
-        detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
+        detail = f"{broken.found}, expected {broken.expected}; the file was truncated or changed: {remedy}"
         raise CorruptShardError(path, broken.offset, broken.rule, detail)
 
 
@@ -515,9 +515,11 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         # Twice, because the first pass sorts numeric keys as numbers and turns them into text.
         return _as_json(json.loads(_as_json(metadata))).encode()
     except RecursionError:
-        raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
+        raise FormatError("metadata: nested too deeply for JSON; flatten it") from None
     except (TypeError, ValueError) as error:
-        raise FormatError(f"metadata: {error}; JSON stores it: use strings, finite numbers, lists, dicts") from None
+        raise FormatError(
+            f"metadata: {error}; it is stored as JSON, so use only strings, finite numbers, lists and dicts"
+        ) from None
 
 
 # Cache the last result: a block is decoded once to check it and once to use it, and shards often have the same block.
@@ -585,7 +587,7 @@ def vocab_size_of(metadata: Mapping[str, Any]) -> int | None:
     value = tokenizer.get("vocab_size") if isinstance(tokenizer, Mapping) else None
     if value is not None and (type(value) is not int or value < 1):
         raise FormatError(
-            f"metadata: tokenizer.vocab_size is {value!r:.40}, expected a whole number from 1 on, or None where the"
+            f"metadata: tokenizer.vocab_size is {value!r:.40}, expected a whole number of at least 1, or None if the"
             " vocabulary is unknown (rule P9)"
         )
     return value
@@ -609,7 +611,7 @@ def _checks(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[
         ("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)"),
         ("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)"),
         ("reserved", "H5", not any(values["reserved"]), "zeros"),
-        ("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown"),
+        ("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 if unknown"),
         ("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}"),
         ("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}"),
         ("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), few),
@@ -624,11 +626,11 @@ def _checks(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[
     for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
         if suffix in derived:
             ok = values[f"{name}_nbytes"] == derived[suffix]
-            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
+            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]}, computed from the counts, for {suffix}"
     is_listed = MEDIA_ENTRY not in metadata or listed_media(metadata) is not None
     yield "json_nbytes", "M1", is_listed, "'media' in the JSON block as two checksums, 'data' and 'items'"
     shard_id = _shard_id((values[f"{name}_checksum"] for name in _DIGESTS), metadata)
-    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"
+    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()}, computed from the checksums"
 
 
 SEQ_IDX = HeaderForm(

@@ -251,8 +251,8 @@ def broken_items(
     behind = np.append(True, (begins[1:] >= ends[:-1]) | (packs[1:] > packs[:-1]))
     kinds = " or ".join(f"{code} ({name})" for name, code in KINDS.items())
     checks: list[tuple[str, NDArray[np.bool_], str]] = [
-        ("M6", inside, "positions of one sequence"),
-        ("M7", behind, "positions behind those of the item before it"),
+        ("M6", inside, "positions inside one sequence"),
+        ("M7", behind, "positions after the previous item"),
         ("M8", np.isin(items.kinds, [*KINDS.values()]), kinds),
     ]
     if mask is not None and inside.all():

@@ -70,7 +70,11 @@ class Ack(Record):
         if self.rank >= self.deal.size:
             return "rank", self.rank, f"less than its size {self.deal.size}"
         if self.deal.epoch >= self.epochs:
-            return "deal.epoch", self.deal.epoch, f"less than its epochs {self.epochs}: they count from 0"
+            return (
+                "deal.epoch",
+                self.deal.epoch,
+                f"less than its epochs {self.epochs}, because epochs are counted from 0",
+            )
         return None
 
     @property
@@ -102,7 +106,7 @@ def require_consumer(name: str) -> None:
     """Raise FormatError if a consumer's name is not a valid folder name."""
     if not _CONSUMER.fullmatch(name):
         raise FormatError(
-            f"consumer {name!r}: expected up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+            f"consumer {name!r}: expected up to 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
         )
 
 
@@ -157,8 +161,9 @@ def _newest(folder: str, consumer: str) -> list[Ack]:
     for ack in current:
         if not ack.agrees_with(earliest):
             raise FormatError(
-                f"{home}: ranks {earliest.rank} and {ack.rank} of generation {newest} disagree on their epochs or"
-                f" their deal; two runs use the consumer name {consumer!r}: give each its own"
+                f"{home}: ranks {earliest.rank} and {ack.rank} of generation {newest} have different epochs or a"
+                f" different distribution of shards; two runs are using the consumer name {consumer!r}: choose a"
+                " different name for each"
             )
     return current
 
@@ -174,7 +179,7 @@ def _read_ranks(home: str) -> Iterator[Ack]:
                 raise _not_there(path) from None
             ack = Ack.parse(path, content)
             if ack.rank != int(match[1]):
-                raise FormatError(f"{path}: rank is {ack.rank}, expected {int(match[1])}, as in the file's name")
+                raise FormatError(f"{path}: rank is {ack.rank}, expected {int(match[1])} according to the file name")
             yield ack
 
 
@@ -242,7 +247,7 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
 
 
 class ConsumerAcks(Shown):
-    """The acknowledgements from the view of one rank: reads those of its own consumer, and writes its own.
+    """The acknowledgements as one rank uses them: it reads all of its own consumer, and writes its own.
 
     Args:
         folder: folder of all acknowledgements, ``ack_folder(...)``.

@@ -27,8 +27,8 @@ from megatron_sft_idx.storage import require_local
 PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"
 _NAME = re.compile(r"shard-([0-9]{6,18})\.")
 _REMEDY = (
-    "keep it where producer and trainers share a file system; shards that are done may be copied to a bucket"
-    " (megatron-sft-idx copy), and trained on from there"
+    "put it on a file system that producer and trainers share; finished shards can be copied to a bucket"
+    " (megatron-sft-idx copy) for training"
 )
 State = Literal["running", "waiting for consumers", "waiting for input", "failed", "stopped"]
 
@@ -101,7 +101,7 @@ class ProducerState(Record):
         """Return an error if more shards were removed than published."""
         if self.freed <= self.published:
             return None
-        return "freed", self.freed, f"no more than the {self.published} published"
+        return "freed", self.freed, f"at most the {self.published} published shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Catalog(Shown):
         return [number for number, suffixes in self._found().items() if "seq.idx" in suffixes]
 
     def present(self) -> list[int]:
-        """Return the shards of which any file exists, including unfinished and partly removed ones; in order."""
+        """Return the shards with at least one file, in order. Unfinished and partly removed shards count too."""
         return list(self._found())
 
     def shard_nbytes(self, number: int) -> int:

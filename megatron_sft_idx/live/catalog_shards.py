@@ -60,8 +60,9 @@ class CatalogShards(Catalog, LiveShards):
                 producer = self.producer()
             if producer is None:
                 raise SFTIndexError(
-                    f"{self.folder}: shards and no _producer.json, which says how many sequences their packs have at"
-                    " most; fill it with megatron-sft-idx produce, or train on the folder as on any other"
+                    f"{self.folder}: the folder has shards but no _producer.json, which gives the maximum number of"
+                    " sequences per pack; use megatron-sft-idx produce to fill it, or train on it like on any folder"
+                    " of shards"
                 )
             self._limits = producer.limits, None if header is None else header.pad_id
         return self._limits
@@ -169,8 +170,8 @@ class CatalogShards(Catalog, LiveShards):
             ):
                 if not is_kept:
                     raise FormatError(
-                        f"{shard.prefix}: {actual}, the catalog's producer promised {promised}; somebody else wrote"
-                        " this shard: make the catalog anew"
+                        f"{shard.prefix}: {actual}, but the limit of the catalog's producer is {promised}; another"
+                        " program wrote this shard: create the catalog again"
                     )
         opened, files = [shard.columns.open(name) for name in columns], shard.files
         arrays = files.tokens[:], files.loss[:], *(column.items_in_memory for column in opened)
@@ -189,7 +190,7 @@ class CatalogShards(Catalog, LiveShards):
             SFTIndexError: the producer failed, died, or never existed; the shard was removed; ``max_wait`` is over; or
                 the producer waits for this consumer's checkpoint while this consumer waits for its shard.
             FormatError: a document of the catalog is damaged.
-            Stopped: the waiter was told to stop.
+            Stopped: the waiter was stopped.
         """
         if self.is_published(number):
             return True
@@ -216,8 +217,8 @@ class CatalogShards(Catalog, LiveShards):
                 why = self._why_late(state, silent, stuck, unacknowledged)
             if why is None and self.max_wait is not None and waited >= self.max_wait:
                 why = (
-                    f"not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
-                    f" {_described(state, silent)}; raise it, or let the producer make shards faster (--workers)"
+                    f"no shard after {waited:.0f} s, the maximum wait ({self.max_wait:g} s);"
+                    f" {_described(state, silent)}; raise the limit, or make the producer faster (--workers)"
                 )
             if why is not None:
                 raise SFTIndexError(f"{self.folder}: {waiter.who} waits for {shard_name(number)}: {why}")
@@ -225,7 +226,7 @@ class CatalogShards(Catalog, LiveShards):
 
     def _why_gone(self, number: int, state: ProducerState | None, missing_seconds: float) -> str | None:
         """Return why a published shard is missing; None while it may just not be visible from here yet."""
-        remedy = "Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
+        remedy = "Resume from the newest checkpoint; for more epochs over the data, produce without --keep-recent"
         if state is not None and number < state.freed:
             return (
                 f"shards below {state.freed} were removed, because every consumer had completed them (--keep-recent)."
@@ -235,7 +236,7 @@ class CatalogShards(Catalog, LiveShards):
         # Such a file system may show a document earlier than a shard that was published before it.
         if missing_seconds < _LAG_SECONDS or self.is_published(number):
             return None
-        return f"it was published and is not there any more: somebody removed it. {remedy}"
+        return f"it was published, but somebody removed it. {remedy}"
 
     def _why_late(
         self, state: ProducerState | None, silent: float, stuck: Unchanged, unacknowledged: Callable[[], int]
@@ -244,14 +245,14 @@ class CatalogShards(Catalog, LiveShards):
 
         ``silent`` is the time in seconds without a sign of life of the producer. ``stuck`` is called at every check.
         """
-        again = "start the same command again, it goes on where it was"
+        again = "run the same command again, which continues where it stopped"
         if state is not None and state.state == "failed":
-            return f"the producer failed: {state.reason or 'no reason given'}; mend that, and {again}"
+            return f"the producer failed: {state.reason or 'no reason given'}; fix the cause, and {again}"
         if silent >= self.producer_timeout:
             if state is None:
                 return (
-                    f"no producer has been here for {silent:.0f} s; start one: megatron-sft-idx produce"
-                    f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
+                    f"no producer has used this folder for {silent:.0f} s; start one: megatron-sft-idx produce"
+                    f" --catalog {self.folder} ..., or check that this is the right folder and that it is shared"
                 )
             what = f"was stopped ({state.reason})" if state.state == "stopped" else "is dead"
             limit = f"no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s)"
@@ -264,9 +265,9 @@ class CatalogShards(Catalog, LiveShards):
         if not count or seconds < self.producer_timeout:
             return None
         return (
-            "the producer waits for consumers to complete shards (--max-ahead-shards, --max-ahead-gb), and no"
-            f" checkpoint of this one includes {count} items before this shard, for {seconds:.0f} s: neither can go on;"
-            " save checkpoints more often, or let the producer be further ahead; of several epochs, only the last"
+            f"deadlock for {seconds:.0f} s: the producer waits for consumers to complete shards (--max-ahead-shards,"
+            f" --max-ahead-gb), but no checkpoint of this consumer includes the {count} items before this shard; save"
+            " checkpoints more often, or let the producer run further ahead; with several epochs, only the last one"
             " completes shards"
         )
 
@@ -274,6 +275,6 @@ class CatalogShards(Catalog, LiveShards):
 def _described(state: ProducerState | None, silent: float) -> str:
     """Describe the producer for messages; ``silent`` is the time in seconds without a sign of life."""
     if state is None:
-        return "no producer has been here yet"
+        return "no producer has used this folder yet"
     doing = "" if state.state == "running" else f", {state.state}"
-    return f"producer silent for {silent:.0f} s{doing}, {state.published} published"
+    return f"last sign of life of the producer {silent:.0f} s ago{doing}, {state.published} published"

@@ -113,12 +113,12 @@ class LiveChunks(LiveShards):
     consumers: int = 1
 
     def __post_init__(self) -> None:
-        where = "keep it where who writes them and trainers share a file system"
+        where = "put it on a file system that the producer of the chunks and the trainers share"
         require_local(self.folder, "a folder of chunks", where)
         if self.encoding is not None and self.encoding.rows.kind in ("preference", "kto"):
             raise FormatError(
-                f"{self.folder}: --row-kind {self.encoding.rows.kind} judges answers by a column, and chunks have none;"
-                " make a shard of them with megatron-sft-idx preprocess"
+                f"{self.folder}: --row-kind {self.encoding.rows.kind} needs a column to mark bad answers, but chunks"
+                " have no columns; make a shard of them with megatron-sft-idx preprocess"
             )
         self.skipped = 0
         # For each chunk without a successor: its observed state and, if it was treated as complete, its size then.
@@ -159,8 +159,8 @@ class LiveChunks(LiveShards):
         if newest >= end:
             where = "--num-chunks" if end == self.num_chunks else END
             raise FormatError(
-                f"{self.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}):"
-                f" its producer was not through; resume with a longer --end-after, once {END} is removed"
+                f"{self.path_of(newest)}: this chunk appeared after the end was declared at {end} chunks ({where}), so"
+                f" its producer had not finished; remove {END}, and resume with a longer --end-after"
             )
         return end
 
@@ -182,9 +182,9 @@ class LiveChunks(LiveShards):
             if waited >= self.max_wait:
                 break
         raise SFTIndexError(
-            f"{self.path_of(number)}: {waiter.who} waited {waited:.0f} s for it, as long as it may (--max-wait):"
-            f" {self.describe(number)}; see whether its producer is alive, have the end declared (--end-after), or"
-            " wait longer"
+            f"{self.path_of(number)}: {waiter.who} waited {waited:.0f} s, the maximum (--max-wait):"
+            f" {self.describe(number)}; check that the producer is running, pass --end-after to detect the end, or"
+            " raise --max-wait"
         )
 
     # ---- complete chunks ----
@@ -204,14 +204,14 @@ class LiveChunks(LiveShards):
             if not followed:
                 return False
             raise FormatError(
-                f"{path}: missing, and later chunks are there or the end is declared; it was freed or removed: put it"
-                " back, or start where it was consumed already, from the checkpoint that includes it"
+                f"{path}: the chunk is missing, although later chunks exist or the end is declared; it was deleted:"
+                " put it back, or resume from a checkpoint that already includes it"
             ) from None
         if followed and not _ends_with_whole_line(path):
             raise FormatError(
-                f"{path}: its last line ends in the middle though"
-                f" {'the end is declared' if end is not None else 'a later chunk is there'}: torn, as when its producer"
-                " died; write the chunk again, or remove the half line"
+                f"{path}: the last line is incomplete, although {{'the end is declared' if end is not None else 'a"
+                " later chunk exists'}; its producer probably died: write the chunk again, or remove the incomplete"
+                " line"
             )
         if followed:
             return True
@@ -222,7 +222,9 @@ class LiveChunks(LiveShards):
         if self._settled.get(number) != status.st_size:
             self._settled[number] = status.st_size
             unchanged_for = f"has not changed for {self.settle_seconds:g} s"
-            logger.info(f"{chunk_name(number)} is taken as whole: it ends with a line and {unchanged_for}")
+            logger.info(
+                f"{chunk_name(number)} is considered complete: it ends with a complete line and {unchanged_for}"
+            )
         return True
 
     def _is_followed(self, number: int) -> bool:
@@ -239,9 +241,9 @@ class LiveChunks(LiveShards):
                 now, followed = nbytes, True  # consumed and removed
             if now != nbytes:
                 raise FormatError(
-                    f"{self.path_of(number)}: it has {now:,} bytes and had {nbytes:,} when it was taken as whole,"
-                    f" having not changed for {self.settle_seconds:g} s; its producer pauses longer: raise --settle,"
-                    " and go on from a checkpoint that does not include it"
+                    f"{self.path_of(number)}: it has {now:,} bytes, but had {nbytes:,} when it was considered complete"
+                    f" after {self.settle_seconds:g} s without a change; its producer makes longer pauses: raise"
+                    " --settle, and resume from a checkpoint that does not include this chunk"
                 )
             if followed:
                 del self._settled[number], self._looks[number]
@@ -251,11 +253,11 @@ class LiveChunks(LiveShards):
         name = chunk_name(number)
         if (look := self._looks.get(number)) is not None:
             is_torn = look.nbytes and not _ends_with_whole_line(self.path_of(number))
-            what = "ends in the middle of a line" if is_torn else f"is there, {look.nbytes:,} bytes"
+            what = "ends with an incomplete line" if is_torn else f"exists, {look.nbytes:,} bytes"
             return f"{name} {what}, and has not changed for {look.seconds():.0f} s"
         newest = self._newest()
-        there = "no chunk is there" if newest < 0 else f"the newest one is {chunk_name(newest)}"
-        return f"{name} is not there, {there}"
+        there = "there are no chunks" if newest < 0 else f"the newest chunk is {chunk_name(newest)}"
+        return f"{name} does not exist, {there}"
 
     # ---- existing chunks ----
 
@@ -279,7 +281,9 @@ class LiveChunks(LiveShards):
         require_text(path, has_media, allow_media, CARRIED_BY)
         if self.encoding is not None and recognise(path):
             # Otherwise packs would be read as sequences.
-            raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
+            raise FormatError(
+                f"{path}: its first line is a pack, so the chunk is already packed; leave --tokenizer out"
+            )
         if self.encoding is None:
             instead = "make a shard of the chunks (megatron-sft-idx convert), and train on that"
             specs = read_column_specs(self.folder, None)
@@ -311,8 +315,8 @@ class LiveChunks(LiveShards):
                     return  # the next commit marks the rest
                 self._may_mark = False
                 logger.warning(
-                    f"{self.folder}: completed chunks cannot be marked here ({error.strerror}), so their producer will"
-                    " not delete them; let this process write in the folder"
+                    f"{self.folder}: completed chunks cannot be marked ({error.strerror}), so their producer will not"
+                    " delete them; give this process write access to the folder"
                 )
                 return
             logger.info("%s is completed", chunk_name(number))
@@ -331,9 +335,8 @@ class LiveChunks(LiveShards):
         for number, lines in self._uneven.items():
             if lines > expected or self._newest() > number:
                 raise FormatError(
-                    f"{self.path_of(number)}: it has {lines:,} lines, expected {expected:,}"
-                    " (--samples-per-chunk) in every chunk but the last; counts are taken from the chunks themselves,"
-                    " so the option may be left out"
+                    f"{self.path_of(number)}: it has {lines:,} lines, expected {expected:,} (--samples-per-chunk) in"
+                    " every chunk except the last; the option is not needed, because lines are counted"
                 )
 
     # ---- from lines to packs, when a batch needs them ----
@@ -383,11 +386,11 @@ class LiveChunks(LiveShards):
         except (ValueError, RecursionError) as error:
             reason = error.reason if isinstance(error, SequenceError) else str(error)
             if self.on_bad_row == "error":
-                remedy = f"{reason}; --on-bad-row skip trains on without it"
+                remedy = f"{reason}; pass --on-bad-row skip to train without this row"
                 raise SequenceError(chunk.path, chunk.line_number(index), remedy) from None
             self.skipped += 1
             bad = SequenceError(chunk.path, chunk.line_number(index), reason)
-            logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
+            logger.warning("skipped %s; this process has skipped %d so far", bad, self.skipped)
             run = PackRun.of_pack(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), np.zeros(1, np.int64))
             if self.encoder is not None and self.encoder.processor is not None:
                 run = replace(run, media=RunMedia.none(1))
@@ -403,12 +406,13 @@ class LiveChunks(LiveShards):
         if positions > limits.capacity:
             padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""
             raise ValueError(
-                f"{positions:,} tokens{padded}, a pack holds {limits.capacity:,}; raise --seq-length, or shorten it"
+                f"{positions:,} tokens{padded}, but a pack has room for {limits.capacity:,}; raise --seq-length,"
+                " or shorten the row"
             )
         if sequences > most:
-            raise ValueError(f"{sequences:,} sequences, a pack holds {most:,}; raise --max-sequences-per-pack")
+            raise ValueError(f"{sequences:,} sequences, but a pack can have {most:,}; raise --max-sequences-per-pack")
         if self.vocab_size is not None and largest >= self.vocab_size:
-            raise ValueError(f"id {largest}, the vocabulary has {self.vocab_size:,}; raise --vocab-size")
+            raise ValueError(f"id {largest}, but the vocabulary has {self.vocab_size:,} tokens; raise --vocab-size")
 
 
 # ---- declaring the end ----
@@ -430,7 +434,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                 return Catalog(place).write_end(chunks)
             except OSError as error:
                 reason = error.strerror
-        raise FormatError(f"{place}: {reason}; give --ack-dir, a folder that this run may write to")
+        raise FormatError(f"{place}: {reason}; pass --ack-dir with a folder that this run can write to")
 
     def watch() -> None:
         settling, last_whole = Settling(seconds), -1
@@ -446,7 +450,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                 last_whole = newest if ends_with_line else last_whole
                 if settling.is_whole(path, status) and ends_with_line:
                     write_end(newest + 1)
-                    said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
+                    said = "%s: no chunk was added or has grown for %g s, so the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)
                     return
             except FileNotFoundError:

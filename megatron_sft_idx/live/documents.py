@@ -86,7 +86,7 @@ def _value(hint: Any, path: str, name: str, value: Any) -> Any:
     if hint is int or origin is Annotated:
         least = inner[1] if inner else 0
         right = type(value) is int and least <= value <= _LARGEST
-        expected = f"a whole number from {least} on"
+        expected = f"a whole number of at least {least}"
     elif origin is Literal:
         right = value in inner
         expected = (" or " if len(inner) == 2 else " | ").join(inner)
@@ -100,8 +100,8 @@ def _value(hint: Any, path: str, name: str, value: Any) -> Any:
 
 def _wrong(path: str, name: str, found: Any, expected: str) -> FormatError:
     return FormatError(
-        f"{path}: {name} is {repr(found)[:80]}, expected {expected}; whatever wrote this file is not megatron-sft-idx,"
-        " or another version of it"
+        f"{path}: {name} is {repr(found)[:80]}, expected {expected}; the file was written by another program, or by"
+        " another version of megatron-sft-idx"
     )
 
 
@@ -147,30 +147,28 @@ def look_at_document(path: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.islink(path):
             raise
-        raise FormatError(
-            f"{path}: a symbolic link to nothing is here, expected a file or nothing; remove it"
-        ) from None
+        raise FormatError(f"{path}: a broken symbolic link, expected a file or nothing; remove it") from None
     except IsADirectoryError:
-        raise FormatError(f"{path}: a folder is here, expected a file; remove it") from None
+        raise FormatError(f"{path}: a folder, expected a file; remove it") from None
     if len(data) > MAX_NBYTES:
-        raise FormatError(f"{path}: more than {MAX_NBYTES} bytes, which no such file ever has; remove it")
+        raise FormatError(f"{path}: more than {MAX_NBYTES} bytes, which is too large for this kind of file; remove it")
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         # An incomplete document is empty, begins like all documents, or has zeros in the part not written yet.
         is_torn = data[:1] in (b"", b"\0") or _begins_as_ours(data)
         raise (UnsettledError if is_torn else FormatError)(
-            f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
-            " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
+            f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): it is damaged, or was written by"
+            " another program; restore it from a copy, or create the folder again"
         ) from None
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: found a JSON {type(content).__name__}, expected an object")
+        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}")
     require_version(path, content)
     return content
 
 
 def write_document(path: str, record: Record, what: str) -> None:
-    """Replace the document at ``path`` durably and as a whole. Of several writers the last one wins.
+    """Replace the document at ``path`` durably and as a whole. If there are several writers, the last one wins.
 
     An incomplete document of this package is also replaced.
 

@@ -67,9 +67,6 @@ class LiveConfig:
     All processes of one data-parallel rank (tensor, pipeline, context parallelism) use the same ``rank`` and read the
     same micro-batches.
 
-    >>> LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8).step_rows
-    16
-
     Attributes:
         rank: data-parallel rank, from 0.
         size: number of data-parallel ranks.
@@ -95,6 +92,11 @@ class LiveConfig:
 
     Raises:
         FormatError: an option has an invalid value.
+
+    Example:
+        >>> config = LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8)
+        >>> config.step_rows  # of this rank, in a step of the optimizer
+        16
     """
 
     rank: int
@@ -120,7 +122,7 @@ class LiveConfig:
         require_fields(self)
         check_media_options(self.media, self.ignore_media)
         if not 0 <= self.rank < self.size:
-            raise FormatError(f"rank {self.rank}, expected 0 to {self.size - 1}: there are {self.size} ranks")
+            raise FormatError(f"rank {self.rank}, expected 0 to {self.size - 1} (there are {self.size} ranks)")
         for name, least in (
             ("seed", 0),
             ("seq_length", 1),
@@ -131,15 +133,15 @@ class LiveConfig:
         ):
             value = getattr(self, name)
             if value < least:
-                raise FormatError(f"{name} {value}, expected {least} or more")
+                raise FormatError(f"{name} {value}, expected at least {least}")
         if self.at_end not in ("pad", "drop"):
             raise FormatError(f"at_end {self.at_end!r}, expected 'pad' or 'drop'")
         for name in self.columns:
             check_column_name(name)
         if "source" in self.columns:
             raise FormatError(
-                "columns: source numbers the files that its own shard lists, and live shards may list different ones;"
-                " leave it out, or read it from finished shards"
+                "columns: the column source refers to the file list of each shard, and live shards can have different"
+                " lists; leave it out, or read it from finished shards"
             )
 
     @property
@@ -322,9 +324,9 @@ class LiveLoader(Shown, Iterator[Tensors]):
         least = least_ahead(deal, step_rows, self.shards.least_packs())
         if limits.max_ahead_shards < least:
             raise FormatError(
-                f"{self.shards.folder}: the producer is at most {limits.max_ahead_shards} shards ahead, and"
-                f" {deal.size} ranks with a window of {deal.window} that take {step_rows} packs a step need {least} to"
-                f" go on; start it with --max-ahead-shards {least} or more, or train with a smaller window, or smaller"
+                f"{self.shards.folder}: the producer runs at most {limits.max_ahead_shards} shards ahead, but"
+                f" {deal.size} ranks with a window of {deal.window} and {step_rows} packs per step need {least}; start"
+                f" the producer with --max-ahead-shards {least} or more, or train with a smaller window or smaller"
                 " batches"
             )
         return limits
@@ -372,28 +374,40 @@ class LiveLoader(Shown, Iterator[Tensors]):
         Raises:
             FormatError: it is not a state, or it is from a job with another seed, shuffle or number of epochs.
             SFTIndexError: batches were already taken.
+
+        Example:
+            >>> from megatron_sft_idx import LiveConfig
+            >>> config = LiveConfig(rank=0, size=1, seq_length=16, micro_batch_size=2)
+            >>> with LiveLoader("data/catalog", config) as loader:
+            ...     batch = next(loader)
+            ...     state = loader.state_dict()  # saved in a checkpoint
+            >>> with LiveLoader("data/catalog", config) as loader:
+            ...     loader.load_state_dict(state)
+            ...     print(sum(1 for batch in loader), "of 3 batches are left")
+            2 of 3 batches are left
         """
         folder, config = self.shards.folder, self.config
         if self._begun is not None or self._closed:
-            raise SFTIndexError(f"{folder}: batches were taken already; load the state into a new loader")
+            raise SFTIndexError(f"{folder}: the loader has already returned batches; load the state into a new loader")
         found = states_from_json([state] if isinstance(state, dict) else state)
         for one in found:
             if (one.deal.seed, one.deal.shuffle) != (config.seed, config.shuffle):
                 raise FormatError(
-                    f"{folder}: the state is of seed {one.deal.seed}, shuffle {one.deal.shuffle}; found seed"
-                    f" {config.seed}, shuffle {config.shuffle}: packs would come twice or never; resume with the same"
+                    f"{folder}: the state has seed {one.deal.seed} and shuffle {one.deal.shuffle}, but this run has"
+                    f" seed {config.seed} and shuffle {config.shuffle}, so packs would be repeated or lost; resume"
+                    " with the same values"
                 )
             if one.deal.epoch >= config.epochs:
                 raise FormatError(
-                    f"{folder}: the state is in epoch {one.deal.epoch + 1}, and there are to be {config.epochs}; resume"
-                    " with as many epochs as before, or more"
+                    f"{folder}: the state is in epoch {one.deal.epoch + 1}, but this run has only {config.epochs};"
+                    " resume with at least as many epochs as before"
                 )
         if isinstance(state, dict):
             own = found[0]
             if differs := own.difference(self.state):
                 raise FormatError(
-                    f"{folder}: the state is of {differs}; give the list of all ranks' states, and what is left is"
-                    " dealt out anew"
+                    f"{folder}: the state has {differs}; load the list of all ranks' states instead, so that the"
+                    " remaining packs are distributed again"
                 )
         else:
             own = RankState(
@@ -440,18 +454,18 @@ class LiveLoader(Shown, Iterator[Tensors]):
             return True
         if self.needs_acks:
             raise SFTIndexError(
-                f"{self.acks.folder}: acknowledgements cannot be written here, and the producer waits for them or frees"
-                " shards by them; give both a folder that this user may write to (--ack-dir)"
+                f"{self.acks.folder}: acknowledgements cannot be written, but the producer needs them to continue or"
+                " to delete shards; pass --ack-dir to both, with a folder that this user can write to"
             )
         if is_first:
-            logger.info(f"rank {self.state.rank}: {self.acks.folder} cannot be written to; nothing depends on it")
+            logger.info(f"rank {self.state.rank}: {self.acks.folder} is not writable; this has no effect on training")
         return False
 
 
 def _holding_shards(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
     """Yield the micro-batches of a walk, each with its shards open."""
     for wanted in walk:
-        # The shards of the micro-batch, and those of the open group. All others may be closed, because the packs of one
+        # The shards of the micro-batch and of the open group. All others may be closed, because the packs of one
         # micro-batch are read before the next one is requested.
         shards_of_rows = np.asarray(wanted.packs)[:, 0].tolist()
         source.hold([*shards_of_rows, *wanted.state.open_shards])

@@ -1,8 +1,8 @@
 """Which rank reads which packs of live shards, and in which order. Nothing here reads files, waits or uses a clock.
 
-The order follows from the fields of a ``Deal``, so every rank computes it alone, and a run that resumes from a
-checkpoint computes the same order. Shards are numbered from 0. Their total number is not known yet. An item is *begun*
-when some of its packs are read, *done* when all are, and *untouched* before that.
+The order follows from the fields of a ``Deal``, so every rank computes it without communication, and a run that resumes
+from a checkpoint computes the same order. Shards are numbered from 0. Their total number is not known yet. An item is
+*begun* when some of its packs are read, *done* when all are, and *untouched* before that.
 
 **Items.** A ``Deal`` is an endless list of items. Item j belongs to data-parallel rank j mod size. At a new start, item
 j is shard j. These are the items of rank 1 of 2 ranks, among the first six shards:
@@ -212,10 +212,10 @@ class RankState(Record):
         rows: number of rows that the rank got under this deal, equal on all ranks. At the end of an epoch some may be
             masked rows, which complete a step when the rank has no packs left.
         items: number of its items that the rank has done.
-        packs: number of packs that the rank got under this deal, including those of an open group.
+        packs: number of packs that the rank got under this deal, including packs of an open group.
         open_shards: the shards of the unfinished group of the rank; none between two groups.
-        open_packs: number of packs read of that group's permutation, from its beginning, including those that were read
-            under an earlier deal; 0 between two groups.
+        open_packs: number of packs read of that group's permutation, from its beginning, including packs read under an
+            earlier deal; 0 between two groups.
     """
 
     deal: Deal
@@ -236,7 +236,7 @@ class RankState(Record):
         if bool(self.open_shards) != bool(self.open_packs):
             return "open_packs", self.open_packs, "more than 0 where a group is open, else 0"
         if self.packs_of_items < 0:
-            return "packs", self.packs, "those of the open group at least"
+            return "packs", self.packs, "at least the items of the open group"
         return None
 
     @property
@@ -246,7 +246,7 @@ class RankState(Record):
 
     @property
     def first_untouched_item(self) -> int:
-        """Number of the first item of the rank of which it has read nothing."""
+        """Number of the rank's first item from which it has read nothing."""
         if not self.open_shards:
             begun = 0
         elif self.deal.item(self.first_open_item).packs_read:
@@ -271,17 +271,17 @@ class RankState(Record):
         """Return why a rank set up as ``other`` cannot resume from this state, as a clause; "" if it can.
 
         >>> RankState(Deal(size=2), rank=0).difference(RankState(Deal(size=4), rank=0))
-        'data-parallel size 2, and here it is 4'
+        'data-parallel size 2, but this run has 4'
         """
         for what, mine, others in (
             ("rank", self.rank, other.rank),
             ("data-parallel size", self.deal.size, other.deal.size),
             ("micro-batch size", self.batch_rows, other.batch_rows),
-            ("rows in a step", self.step_rows, other.step_rows),
+            ("rows per step", self.step_rows, other.step_rows),
             ("window", self.deal.window, other.deal.window),
         ):
             if mine != others:
-                return f"{what} {mine}, and here it is {others}"
+                return f"{what} {mine}, but this run has {others}"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class RankState(Record):
 
     @classmethod
     def from_json(cls, content: Any) -> RankState:
-        """Parse the plain values of ``to_json``. FormatError: they are not those of a state."""
+        """Parse the plain values of ``to_json``. FormatError: they do not describe a state."""
         return states_from_json([content])[0]
 
 
@@ -307,13 +307,13 @@ def states_from_json(contents: Sequence[Any]) -> list[RankState]:
     Deals can have thousands of leftovers, so a deal equal to that of the previous state is parsed only once.
 
     Raises:
-        FormatError: the values are not those of states.
+        FormatError: the values do not describe states.
     """
     states: list[RankState] = []
     content_of_deal = deal = None
     for content in contents:
         if not isinstance(content, dict):
-            raise FormatError(f"{_STATE}: found {type(content).__name__}, expected what state_dict() returned")
+            raise FormatError(f"{_STATE}: expected the result of state_dict(), found {type(content).__name__}")
         require_version(_STATE, content, STATE_VERSION)
         if deal is None or content.get("deal") != content_of_deal:
             content_of_deal = content.get("deal")
@@ -348,8 +348,8 @@ def dealt_anew(states: Sequence[RankState], size: int, window: int) -> Deal:
     none_touched = max(none_touched, len(deal.leftovers))  # leftovers stay leftovers
     if none_touched - all_touched > _MOST_SKIPPED:
         raise FormatError(
-            f"{_STATE}: one rank is {none_touched - all_touched} items ahead of another, so these are no states of one"
-            " run"
+            f"{_STATE}: one rank is {none_touched - all_touched} items ahead of another, so the states are from"
+            " different runs"
         )
     untouched: list[Item] = []
     for number in range(all_touched, none_touched):
@@ -368,23 +368,22 @@ def _shards(item: Item) -> tuple[int, ...]:
 
 
 def _of_one_step(states: Sequence[RankState]) -> list[RankState]:
-    """Return the states by rank. FormatError: they are not those of all ranks of one job at one step."""
+    """Return the states by rank. FormatError: they do not belong to all ranks of one job at one step."""
     if not states:
-        raise FormatError(f"{_STATE}: an empty list; give the states of all data-parallel ranks of one checkpoint")
+        raise FormatError(f"{_STATE}: an empty list; pass the states of all data-parallel ranks of one checkpoint")
     states = sorted(states, key=lambda state: state.rank)
     first, ranks = states[0], [state.rank for state in states]
     if len(ranks) != first.deal.size or ranks != list(range(first.deal.size)):
         raise FormatError(
-            f"{_STATE}: states of ranks {ranks[:20]}, expected one of each of the {first.deal.size} data-parallel ranks"
-            " of one checkpoint"
+            f"{_STATE}: states of ranks {ranks[:20]}, expected one state for each of the {first.deal.size}"
+            " data-parallel ranks of one checkpoint"
         )
     shared = ("deal", "generation", "batch_rows", "step_rows", "rows")
     for state in states:
         if any(getattr(state, name) != getattr(first, name) for name in shared):
             raise FormatError(
-                f"{_STATE}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
-                f" {state.rows} rows, epochs {first.deal.epoch} and {state.deal.epoch}); give the states of one"
-                " checkpoint"
+                f"{_STATE}: ranks {first.rank} and {state.rank} are at different steps ({first.rows} and {state.rows}"
+                f" rows, epochs {first.deal.epoch} and {state.deal.epoch}); pass the states of one checkpoint"
             )
     return states
 

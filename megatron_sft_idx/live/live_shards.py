@@ -68,7 +68,7 @@ class OpenPacks(NamedTuple):
 
 
 class LiveShards(Shown, ABC):
-    """A folder of numbered shards, some of which may not exist yet."""
+    """A folder of numbered shards. Some may not exist yet."""
 
     folder: str
 
@@ -98,7 +98,7 @@ class LiveShards(Shown, ABC):
 
         Raises:
             SFTIndexError: the shard will not come, or not in time; the message says which and why.
-            Stopped: the waiter was told to stop.
+            Stopped: the waiter was stopped.
         """
 
     @abstractmethod
@@ -139,7 +139,7 @@ class LiveShards(Shown, ABC):
             FormatError: shards of this kind have no columns.
             ShardNotFoundError: the shard lacks one of the columns.
         """
-        raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have none; leave them out")
+        raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have no columns; leave them out")
 
     def name(self, number: int) -> str:
         """Return the name of a shard in log messages."""
@@ -169,7 +169,7 @@ class OpenShards(Shown):
         self.num_packs, self.fingerprint = 0, ""  # unknown for shards that are still being produced
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
         self.most_sequences = limits.max_sequences_per_pack
-        # The columns of one shard, which those of all others must match.
+        # The columns of one shard; all other shards must have the same columns.
         self._like = (shards.specs_of(columns, waiter) if columns else None) or ShardSpecs(0, {})
         self.columns = {name: [spec] for name, spec in self._like.specs.items()}
         self.media_prefix: str | None = None  # checked when shards are opened

@@ -109,7 +109,9 @@ class Walk(Shown):
             while self.state.rows < end_of_step:
                 yield self._micro_batch(self._take(own), size)
         left = sum(counts.packs) - self.state.rows * self.state.deal.size
-        self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
+        self._say_end(
+            self.state.rows, f"{left:,} packs of all ranks were dropped, so that all ranks end at the same step"
+        )
 
     def _take(self, own: OwnPacks) -> NDArray[np.int64]:
         """Return the packs of the next micro-batch, int64 [packs, 2]; fewer at the end of the rank's items."""
@@ -133,8 +135,8 @@ class Walk(Shown):
             if self._shards.count(shard):
                 return np.array([[shard, 0]])
         raise FormatError(
-            f"{self._shards.folder}: rank {self.state.rank} pads its last steps and no shard is left to take rows from;"
-            " let the producer keep a few (--keep-recent)"
+            f"{self._shards.folder}: rank {self.state.rank} must pad its last steps, but no shard is left to take rows"
+            " from; let the producer keep a few shards (--keep-recent)"
         )
 
     def _say_end(self, rows: int, what: str) -> None:
@@ -218,13 +220,13 @@ class OwnPacks(Shown):
             if not all(map(self._wait, group.shards)):
                 self._end = self._shards.end()  # the last group may be smaller
                 continue
-            # The start of each shard's packs among those of the group.
+            # The start of each shard's packs in the group.
             begins = np.cumsum([0, *map(self._num_packs, group.shards)])
             num_packs = int(begins[-1])
             if group.packs_read and group.packs_read >= num_packs:
                 raise FormatError(
-                    f"{self._shards.folder}: the state was {group.packs_read} packs into shards {list(group.shards)},"
-                    f" which have {num_packs}; resume with the catalog and the state that go together"
+                    f"{self._shards.folder}: in the state, {group.packs_read} packs of shards {list(group.shards)}"
+                    f" were read, but these have only {num_packs}; resume with the catalog that belongs to the state"
                 )
             if num_packs:
                 break
@@ -242,14 +244,14 @@ class OwnPacks(Shown):
     def _num_packs(self, shard: int) -> int:
         count = self._shards.count(shard)
         if count is None:
-            raise FormatError(f"{self._shards.folder}: {self._shards.name(shard)} went away while it was opened")
+            raise FormatError(f"{self._shards.folder}: {self._shards.name(shard)} disappeared while it was opened")
         return count
 
     def _not_the_catalog_of(self, state: RankState, arrived_at: str) -> FormatError:
         return FormatError(
-            f"{self._shards.folder}: the state was {state.open_packs} packs into shards {list(state.open_shards)}, and"
-            f" what rank {state.rank} of {state.deal.size} comes to here is {arrived_at}; resume with the catalog and"
-            " the state that go together"
+            f"{self._shards.folder}: in the state, rank {state.rank} of {state.deal.size} was at pack"
+            f" {state.open_packs} of shards {list(state.open_shards)}, but this catalog leads to {arrived_at}; resume"
+            " with the catalog that belongs to the state"
         )
 
 
@@ -313,9 +315,8 @@ class RankCounts(Shown):
         count = self._shards.count(shard)
         if count is None:
             raise FormatError(
-                f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was freed and no acknowledgement"
-                " says how many packs it had; keep the folder of acknowledgements where the consumers find it"
-                " (--ack-dir)"
+                f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was deleted, and its number of"
+                " packs is in no acknowledgement; use the same folder of acknowledgements in all runs (--ack-dir)"
             )
         return count
 

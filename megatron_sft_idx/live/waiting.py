@@ -188,7 +188,7 @@ class Settling(Shown):
         self.nbytes = 0
 
     def _shown(self) -> str:
-        return f"{self.nbytes:,} bytes, whole after {self._settle} s without a change"
+        return f"{self.nbytes:,} bytes, complete after {self._settle} s without a change"
 
     def is_whole(self, name: str, status: os.stat_result | None) -> bool:
         """Record a file's status, None if it no longer exists. Return whether it is complete now."""
@@ -233,7 +233,7 @@ def patiently(path: str, look: Callable[[], _T]) -> _T:
     last: UnsettledError | OSError | None = None
 
     def warn(waited: float) -> None:
-        logger.warning("%s: failing for %.0f s, trying again: %s", path, waited, last)
+        logger.warning("%s: reading has failed for %.0f s, trying again: %s", path, waited, last)
 
     waits = looks(warn, pause=time.sleep, clock=time.monotonic, quiet=1.0)
     for failures, waited in enumerate(waits):
@@ -255,8 +255,8 @@ def patiently(path: str, look: Callable[[], _T]) -> _T:
     assert isinstance(last, OSError)
     name = errno.errorcode.get(last.errno or 0, "unknown error")
     raise SFTIndexError(
-        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}), {failures} times in"
-        f" {waited:.0f} s; check the file system, then run the same command again"
+        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}), {failures} attempts in {waited:.0f}"
+        " s; check the file system, then run the same command again"
     ) from last
 
 

@@ -8,7 +8,7 @@ rounded down to whole packs, and an ordinary planner packs the remaining sequenc
 
 It helps if packs hold two to four sequences: greedy planners are then several percent above the bound. If packs hold
 many sequences, the grid costs more than the program gains, so the caller must take the better of both plans. No plan is
-made if the grid alone shows that the other plan is as good.
+made if the grid is so coarse that no plan on it can be better than the other one.
 """
 
 from __future__ import annotations

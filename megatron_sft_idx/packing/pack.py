@@ -133,11 +133,11 @@ def pack_sequences(
         (array([0, 1, 2, 3]), array([0, 2, 4]))
     """
     if method not in METHODS:
-        raise ValueError(f"method is {method!r}, choose one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     if effort not in get_args(Effort):
-        raise ValueError(f"effort is {effort!r}, choose one of {', '.join(get_args(Effort))}")
+        raise ValueError(f"unknown effort {effort!r}; choose one of {', '.join(get_args(Effort))}")
     if effort == "high" and method != "auto":
-        raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
+        raise ValueError(f"effort='high' needs method='auto', not {method!r}")
     capacity = _as_integer("capacity", capacity, 1, _LARGEST_CAPACITY)
     multiple = _as_integer("sequence_multiple", sequence_multiple, 1, capacity)
     limit = _LARGEST_CAPACITY  # maximum number of sequences per pack
@@ -156,7 +156,7 @@ def pack_sequences(
     counts = np.diff(starts, append=len(array))
     if max_sequences_per_pack is not None:
         if (counts != counts[0]).any():
-            raise ValueError("max_sequences_per_pack goes with groups of one size, these differ; leave it out")
+            raise ValueError("max_sequences_per_pack needs groups of equal size, but these differ; leave it out")
         if (limit := limit // int(counts[0])) < 1:
             raise ValueError(
                 f"max_sequences_per_pack is {max_sequences_per_pack}, but groups have {counts[0]} sequences; raise it"
@@ -262,14 +262,15 @@ def _group_starts(groups: ArrayLike, count: int) -> NDArray[np.int64]:
         raise ValueError("groups is a masked array; pass its values, with filled() or compressed()")
     ids = np.asarray(groups)
     if ids.shape != (count,):
-        raise ValueError(f"groups has the shape {ids.shape}, expected ({count},): one number a sequence")
+        raise ValueError(f"groups has shape {ids.shape}, expected ({count},): one number per sequence")
     if count and not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"groups are {ids.dtype}, integers are needed")
+        raise TypeError(f"groups has dtype {ids.dtype}, expected integers")
     starts = np.flatnonzero(np.append(np.ones(min(count, 1), bool), ids[1:] != ids[:-1])).astype(np.int64)
     numbers, times = np.unique(ids[starts], return_counts=True)
     if (torn := np.flatnonzero(times > 1)).size:
         raise ValueError(
-            f"groups holds {numbers[torn[0]]} in {times[torn[0]]} places; a group's sequences are neighbours"
+            f"group {numbers[torn[0]]} occurs in {times[torn[0]]} separate places; the sequences of a group must"
+            " be adjacent"
         )
     return starts
 
@@ -286,7 +287,7 @@ def _group_units(
         rounded = f", each sequence rounded up to a multiple of {multiple}," if multiple > 1 else ""
         reason = (
             f"the group that begins here has {int(units[overlong[0]]) * multiple} tokens{rounded} and does not fit"
-            f" capacity {capacity}; overlong groups: {len(overlong)}; drop them, or raise the capacity"
+            f" into the capacity {capacity}; overlong groups: {len(overlong)}; drop them, or raise the capacity"
         )
         raise SequenceError("lengths", int(starts[overlong[0]]), reason)
     return units
@@ -305,13 +306,13 @@ def _ungroup(plan: PackPlan, lengths: NDArray[np.int64], starts: NDArray[np.int6
 def _as_integer(name: str, value: Any, low: int, high: int) -> int:
     """Return a checked option value: numpy integers are allowed, floats and booleans are not."""
     if isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}, an integer is needed")
+        raise TypeError(f"{name} is {value!r}, expected an integer")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}, an integer is needed") from None
+        raise TypeError(f"{name} is {value!r}, expected an integer") from None
     if not low <= number <= high:
-        raise ValueError(f"{name} is {number}, it must be {low} to {high}")
+        raise ValueError(f"{name} is {number}, expected {low} to {high}")
     return number
 
 
@@ -321,11 +322,11 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         raise ValueError("lengths is a masked array; pass its values, with filled() or compressed()")
     array = np.asarray(lengths)
     if array.ndim != 1:
-        raise ValueError(f"lengths has {array.ndim} dimensions, one is needed")
+        raise ValueError(f"lengths has {array.ndim} dimensions, expected one")
     if array.size == 0:
         return np.zeros(0, np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"lengths are {array.dtype}, integers are needed")
+        raise TypeError(f"lengths has dtype {array.dtype}, expected integers")
     if array.dtype == np.uint64:
         array = np.minimum(array, np.uint64(2**63 - 1))  # too long for any pack in any case
     return np.ascontiguousarray(array, dtype=np.int64)
@@ -337,15 +338,15 @@ def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int
     short = np.flatnonzero(lengths < 1)
     if len(short) > 0:
         first = int(short[0])
-        reason = f"length {int(lengths[first])}, a sequence has at least one token; {len(short)} sequences are like it"
+        reason = f"length {int(lengths[first])}, but a sequence needs at least one token; empty sequences: {len(short)}"
         return SequenceError("lengths", start + first, f"{reason}, drop them")
     overlong = np.flatnonzero(lengths > usable)
     first = int(overlong[0])
     rounded = f" rounded up to a multiple of {multiple}" if multiple > 1 else ""
     reason = (
-        f"length {int(lengths[first])}{rounded} does not fit capacity {capacity}; overlong sequences: "
-        f"{len(overlong)}, the longest has {int(lengths.max())} tokens; drop, truncate or split them, "
-        "or raise the capacity"
+        f"length {int(lengths[first])}{rounded} does not fit into the capacity {capacity}; overlong sequences:"
+        f" {len(overlong)}, the longest has {int(lengths.max())} tokens; drop, truncate or split them, or raise the"
+        " capacity"
     )
     return SequenceError("lengths", start + first, reason)
 
@@ -394,7 +395,7 @@ class WindowPacker:
         self._window = _as_integer("window", window, 1, 2**31 - 1)
         self._seed = _as_integer("seed", seed, 0, 2**64 - 1)
         if not 0 <= full <= 1:
-            raise ValueError(f"full is {full}, it must be 0 to 1")
+            raise ValueError(f"full is {full}, expected 0 to 1")
         self._full = full
         self._in_order = method == "sequential"
         self._capacity, self._multiple, self._limit = capacity, sequence_multiple, max_sequences_per_pack

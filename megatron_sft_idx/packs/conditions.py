@@ -153,8 +153,8 @@ def _float_comparison(
     """Convert a comparison with a number to one with a value of a float dtype.
 
     A fraction, or a number with an exponent, is rounded to a value of the dtype. An integer in digits that would be
-    rounded is compared exactly: it lies between two values, the next lower and the next higher one, and is equal to
-    none.
+    rounded is compared exactly: it is greater than the next lower value, less than the next higher one, and equal to
+    neither.
     """
     if not _NUMBER.fullmatch(text):
         raise FormatError(f"{where}: the column has dtype {dtype}; the value must be a number")
@@ -182,7 +182,7 @@ def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec],
     """Bind all conditions to columns of these kinds.
 
     Args:
-        conditions: the conditions, all of which must hold.
+        conditions: the conditions; all must hold.
         columns: the existing columns, by name.
         where: the name used in errors for the owner of these columns.
 

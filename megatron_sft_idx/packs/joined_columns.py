@@ -199,7 +199,8 @@ class JoinedColumns:
             changes["source"] = lambda rows: _renumber_files(shard, files, rows)
         if "pair" in self.specs and self.specs["pair"].kind == PAIR.kind:
             split = SplitOutput.of(shard.header) if "pair" in listed_columns(shard.header.metadata) else None
-            # An output of a split keeps its numbers after the previous output: both have those of the original shard.
+            # An output of a split keeps its numbers after the previous output: both have the numbers of the original
+            # shard.
             if split is None or not split.follows(self._split):
                 self._first_pair = self._next_pair
             self._split = split
@@ -213,7 +214,7 @@ class JoinedColumns:
         return changed
 
     def _renumber_pairs(self, shard: Shard, rows: NDArray[Any]) -> NDArray[Any]:
-        """Shift pair numbers above those of the previous shards."""
+        """Shift pair numbers above the numbers of the previous shards."""
         largest = int(rows[:, 0].max(initial=0)) + self._first_pair
         if largest > _MAX_NUMBER:
             path = ShardPaths.of(shard.prefix).column("pair")

@@ -1,8 +1,8 @@
 """The origin of a shard's packs, from the entries ``origin`` and ``split`` of the header's JSON block.
 
-A merged shard lists the shards that it was made from. A shard that was split off lists its packs of them, and which
-output of which split it is. A JSON block is untrusted, so entries that do not fit the header are ignored. Nothing here
-reads or writes a file.
+A merged shard lists the shards that it was made from. A shard made by ``split`` lists its packs of the original shards,
+and which output of the split it is. A JSON block is untrusted, so entries that do not fit the header are ignored.
+Nothing here reads or writes a file.
 """
 
 from __future__ import annotations

@@ -491,10 +491,8 @@ def checked_runs(
     Encoded images and audio are not read here. Each is checked against its hash when it is read (``ShardMedia.data``).
 
     The checksums of local indexes and starts are compared before the first run, all others after the last. ``advance``
-    is
-    called with the bytes that were read since the last call. CorruptShardError: a file does not match its checksum (F3,
-    C7
-    for a column, M13 for ``.media.items``), or the offsets break O1 or O2.
+    is called with the bytes that were read since the last call. CorruptShardError: a file does not match its checksum
+    (F3, C7 for a column, M13 for ``.media.items``), or the offsets break O1 or O2.
     """
     files.check_ends()
     paths, header = files.paths, files.header

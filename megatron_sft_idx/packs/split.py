@@ -184,7 +184,7 @@ class _Output:
         return paths.with_columns(name for name, _ in self.columns).with_media(self.media)
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry ``split`` of the output's JSON block: which packs of which shard it has."""
+        """Return the entry ``split`` of the output's JSON block: the original shard and the packs taken from it."""
         return {
             "shard_id": self.shard_id.hex(),
             "part": self.number,

@@ -26,13 +26,12 @@ def open_input(
     Args:
         options: determine the kind of the input.
         files: the files if all of them exist, else none.
-        taken: the files that an earlier job took; those that this one takes are added.
+        taken: the files that an earlier job took; files that this job takes are added.
         first: number of a file, counted from 0.
         log: called with messages for the user.
 
     Raises:
         FormatError: the folder to watch does not exist or is the catalog's, or an earlier job took other files.
-        FormatError: the folder to watch is not there or is the catalog's, or an earlier job took other files.
     """
     nbytes = options.sharding["piece_nbytes"]
     if options.from_stdin:

@@ -150,7 +150,7 @@ class Backpressure:
         shard (``CatalogShards.may_not_come``): if they expect it to come, this must not wait for their commit.
 
         Raises:
-            FormatError: the shard alone exceeds the limit on running ahead, or an acknowledgement is damaged.
+            FormatError: the shard by itself exceeds the limit on running ahead, or an acknowledgement is damaged.
         """
         limit = self._limits.max_ahead_nbytes
         if limit is not None and nbytes > limit:

@@ -1,4 +1,4 @@
-"""The options of a producer: those of ``tokenize``, and those for a catalog."""
+"""The options of a producer: the options of ``tokenize``, and further ones for a catalog."""
 
 from __future__ import annotations
 

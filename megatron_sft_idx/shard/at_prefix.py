@@ -29,7 +29,7 @@ def inode_of(path: str) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(status.st_mode):
-        what = f"{describe(path)} is here, expected a file of a shard or nothing"
+        what = f"there is {describe(path)}, expected a file of a shard or nothing"
         raise FormatError(f"{path}: {what}; choose another prefix, or move it away")
     return status.st_ino
 
@@ -56,8 +56,7 @@ def has_media(paths: ShardPaths) -> bool:
     """Return whether a prefix has the two media files of a shard, or is about to get them.
 
     This is the case if the items file has its magic, if ``.seq.idx`` lists both files (which may be lost or damaged),
-    or
-    if some files are already renamed. Otherwise nothing distinguishes encoded media from an unrelated file.
+    or if some files are already renamed. Otherwise nothing distinguishes encoded media from an unrelated file.
     """
     if head_of(paths.media_items, len(MEDIA_MAGIC)) == MEDIA_MAGIC:
         return True
@@ -104,7 +103,7 @@ def with_present_files(paths: ShardPaths, *, refuse_strange: bool = False) -> Sh
                 found.append(path)
             elif refuse_strange and path not in paths.all:
                 raise FormatError(
-                    f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
+                    f"{path}: the file has the name of a column of {paths.prefix}, but is not a column; rename it, or"
                     " choose another prefix"
                 )
     return paths.with_files_of(found).with_media(has_media(paths))

@@ -86,11 +86,11 @@ def write_column(
     header = read_header(paths)
     is_array = hasattr(values, "dtype") or not isinstance(values, Iterable)
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
-    first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0 on")
+    first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0")
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
     with Publication(paths, {"work": "column"}, overwrite=overwrite, only=(path,)) as new:
         if read_header(paths) != header:
-            raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
+            raise FormatError(f"{paths.prefix}: another shard was published here in the meantime; try again")
         if name in listed_columns(header.metadata):
             raise FormatError(f"{path}: the shard was written with this column; choose another name")
         check_named_spec(name, spec)
@@ -99,7 +99,7 @@ def write_column(
         file.write(bytes(spec.header_nbytes))
         hashed, rows = HashedFile(file), 0
         for values_of_rows in chain([first], arrays):
-            where = f"{path}: from row {rows} on"
+            where = f"{path}: from row {rows}"
             array = _array_of_rows(values_of_rows, name, where)
             try:
                 stored = spec.array(name, array, len(array))
@@ -114,7 +114,7 @@ def write_column(
         except ValueError as error:
             raise FormatError(f"{path}: {error}") from None
         if rows != expected:
-            raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
+            raise FormatError(f"{path}: {rows} rows, expected {expected}: one per {per} of {paths.prefix}")
         column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())
         file.write_at(column.encode(), 0)
         new.complete()
@@ -127,7 +127,7 @@ def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
     try:
         array = plain_array(values)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot convert
-        raise FormatError(f"{where}: column {name}: the values make no array ({error})") from None
+        raise FormatError(f"{where}: column {name}: the values cannot be converted to an array ({error})") from None
     if not array.ndim:
         raise FormatError(f"{where}: column {name} has shape (); expected an array of some rows")
     return array
@@ -199,27 +199,33 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     path = paths.column(name)
     listed = listed_columns(header.metadata).get(name)
     if (file := read_start(path, COLUMN)) is None:
-        remedy = f"{no_column(name, column_names(paths, header))}; write_column attaches one"
+        remedy = f"{no_column(name, column_names(paths, header))}; attach it with write_column"
         if listed is not None:
             remedy = f"missing {path}: the shard was written with column {name} (rule C8): restore the file"
         raise ShardNotFoundError(paths.prefix, [path], remedy)
     column = ColumnHeader.decode(file.raw, path)
     checksum = file.raw[-CHECKSUM_NBYTES:].hex()
     if column.shard_id != header.shard_id:
-        detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
+        detail = (
+            f"the column belongs to shard {column.shard_id.hex()}, but this is shard {header.shard_id.hex()}; attach"
+            " it to the right shard"
+        )
         raise CorruptShardError(path, 16, "C6", detail)
     if column.rows != (expected := num_rows_in(header, column.spec.per)):
-        detail = f"{column.rows} rows, expected {expected}: one a {column.spec.per}; restore the file"
+        detail = f"{column.rows} rows, expected {expected}: one per {column.spec.per}; restore the file"
         raise CorruptShardError(path, 40, "C5", detail)
     if listed not in (None, checksum):
-        detail = f"header checksum {checksum}, expected {listed} by .seq.idx; restore the file that was written with it"
+        detail = (
+            f"header checksum {checksum}, but .seq.idx lists {listed}; restore the file that was written with this"
+            " shard"
+        )
         raise CorruptShardError(path, column.spec.header_nbytes - CHECKSUM_NBYTES, "C8", detail)
     check_size(path, file.nbytes, column.nbytes)
 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
         if (present := read_start(path, COLUMN)) is None or present.raw != file.raw:
-            raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
+            raise FormatError(f"{path}: another column was attached after this one was opened; open the shard again")
 
     begin = column.spec.header_nbytes
     item = column.spec.dtype if column.spec.width == 1 else np.dtype((np.void, column.spec.row_nbytes))
@@ -288,7 +294,7 @@ def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
     if (torn := torn_pairs(rows)).size:
         at, pair = int(torn[0]), rows[torn[0] : torn[0] + 2].tolist()
         offset = column.spec.header_nbytes + at * column.spec.row_nbytes
-        detail = f"sequences from {at} on are {pair}, expected chosen [n, 0] before its rejected [n, 1]"
+        detail = f"sequences {at} and {at + 1} have {pair}, expected chosen [n, 0] followed by its rejected [n, 1]"
         raise CorruptShardError(path, offset, "C10", detail)
     numbers: NDArray[np.uint32] = rows[:, 0]
     return numbers

@@ -22,7 +22,7 @@ from megatron_sft_idx.storage.local import HashedFile, has_digest, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_control_file
 
 _VARIABLE = "SFT_IDX_CACHE"
-_REMEDY = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
+_REMEDY = f"choose another folder with {_VARIABLE}, or with --object-storage-cache-path in training"
 _COPY_NAME = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
 # A copy is never replaced. The partial download of a killed process is recognised by its name.
 _INDEX_COPY = Kind("an index file of a shard", lambda path: path.endswith(".index.tmp"))
@@ -66,7 +66,7 @@ def cached_copy(
                 file.write(chunk)
             if file.digest() != digest:
                 raise CorruptShardError(
-                    source, 0, "F3", f"checksum is not {digest.checksum.hex()}, which the header expects; restore it"
+                    source, 0, "F3", f"its checksum is not {digest.checksum.hex()}, the one in the header; restore it"
                 )
             new.publish()
         _remove_unused(cache)

@@ -20,7 +20,7 @@ from megatron_sft_idx.shard.opening import has_column
 # The column of KTO labels, as preprocess writes it. A column ``label`` of another kind has some other meaning.
 _KTO_LABEL = ColumnSpec("sequence", np.uint8)
 _JUDGED = {"pair": "preference pairs", "label": "KTO labels"}
-_IN_COLUMNS = "ask for it in columns, and use a loss that takes it, such as training.losses.dpo_losses"
+_IN_COLUMNS = "request the column with columns=, and use a loss that needs it, such as training.losses.dpo_losses"
 
 
 def require_judged(

@@ -76,7 +76,7 @@ class ShardMedia:
         found = self._bytes(number)
         if blob_hash(found) != self.hash(number):
             begin = int(self.arrays["blob_offsets"][number : number + 1][0])
-            detail = f"blob {number} does not have its hash; the file was changed or damaged: {_RESTORE}"
+            detail = f"blob {number} does not match its hash; the file was changed or damaged: {_RESTORE}"
             raise CorruptShardError(self.paths.media_data, begin, "M11", detail)
         return found
 
@@ -123,7 +123,10 @@ class ShardMedia:
         offsets: list[int] = self.arrays["blob_offsets"][first : last + 1].tolist()
         for number, (begin, end) in enumerate(pairwise(offsets), first):
             if not 0 <= begin < end <= self.header.data_nbytes:
-                detail = f"blob {number} from {begin} to {end}, expected ascending, at most {self.header.data_nbytes}"
+                detail = (
+                    f"blob {number} is from {begin} to {end}, expected ascending offsets of at most"
+                    f" {self.header.data_nbytes}"
+                )
                 raise self._error("blob_offsets", number, "M10", detail)
         return offsets
 
@@ -171,7 +174,7 @@ class ShardMedia:
         offsets = self.arrays["item_offsets"][first : last + 1]
         begin, end = int(offsets[0]), int(offsets[-1])
         if begin < 0 or end > self.header.num_items or (offsets[1:] < offsets[:-1]).any():
-            detail = f"item offsets of packs {first} to {last - 1} are not ascending, up to {self.header.num_items}"
+            detail = f"item offsets of packs {first} to {last - 1} do not ascend, or exceed {self.header.num_items}"
             raise self._error("item_offsets", first, "M5", detail)
         counts = offsets[1:] - offsets[:-1]
         if begin == end:
@@ -189,7 +192,9 @@ class ShardMedia:
         offsets = self.arrays["blob_offsets"][:]
         if (wrong := offsets[1:] <= offsets[:-1]).any():
             at = int(np.argmax(wrong)) + 1
-            raise self._error("blob_offsets", at, "M10", f"{offsets[at]} behind {offsets[at - 1]}, expected more")
+            raise self._error(
+                "blob_offsets", at, "M10", f"{offsets[at]} follows {offsets[at - 1]}, expected a larger offset"
+            )
         return np.append(0, np.cumsum(np.diff(offsets)[items.blobs]))
 
     def nbytes_before(self, pack: int) -> int:
@@ -212,7 +217,7 @@ class ShardMedia:
         starts, lengths, codes, blobs = (values.tolist() for values in items)
         for at, (start, size) in enumerate(zip(starts, lengths, strict=True)):
             if not (size and start + size <= length):
-                detail = f"pack {pack} of {length} tokens: an item at positions {start} to {start + size - 1}"
+                detail = f"pack {pack} has {length} tokens, but an item at positions {start} to {start + size - 1}"
                 raise self._error("starts", self._first_item(pack) + at, "M6", detail)
         data = self.bytes_of_each(blobs)
         each = zip(starts, lengths, codes, blobs, strict=True)
@@ -252,7 +257,7 @@ class ShardMedia:
         behind = np.append(True, (begins[1:] >= stops[:-1]) | (sequences[1:] > sequences[:-1]))[: len(own)]
         for rule, name, broken, expected in (
             ("M6", "starts", (begins < 0) | (stops > lengths[sequences]) | (begins == stops), "inside one sequence"),
-            ("M7", "starts", ~behind, "a position behind the item before it"),
+            ("M7", "starts", ~behind, "a position after the previous item"),
             ("M8", "kinds", ~_IS_KIND[items.kinds], " or ".join(map(str, KIND_NAMES))),
             ("M9", "blobs", items.blobs >= self.header.num_blobs, f"less than {self.header.num_blobs}"),
         ):
@@ -274,7 +279,7 @@ class ShardMedia:
         return int(self.arrays["item_offsets"][pack : pack + 1][0])
 
     def _require_known_kinds(self, pack: int, items: Items) -> None:
-        """Raise CorruptShardError if the kind of an item is unknown (M8). The items begin with those of ``pack``."""
+        """Raise CorruptShardError if the kind of an item is unknown (M8). The first item belongs to ``pack``."""
         if not (known := _IS_KIND[items.kinds]).all():
             at, expected = int(np.argmin(known)), " or ".join(map(str, KIND_NAMES))
             detail = f"kind {items.kinds[at]}, expected {expected}"
@@ -353,10 +358,12 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
         raise ShardNotFoundError(paths.prefix, [path], f"the shard was written with images or audio (M1): {_RESTORE}")
     media = MediaHeader.decode(file.raw, path)
     if media.checksums != listed:
-        detail = f"checksums {media.checksums.encode()}, expected {listed.encode()} by .seq.idx; {_RESTORE}"
+        detail = f"checksums {media.checksums.encode()}, but .seq.idx lists {listed.encode()}; {_RESTORE}"
         raise CorruptShardError(path, MEDIA.offsets["arrays_checksum"], "M1", detail)
     if media.shard_id != header.shard_id:
-        detail = f"of shard {media.shard_id.hex()}, this one is {header.shard_id.hex()}; {_RESTORE}"
+        detail = (
+            f"the file belongs to shard {media.shard_id.hex()}, but this is shard {header.shard_id.hex()}; {_RESTORE}"
+        )
         raise CorruptShardError(path, 16, "M4", detail)
     if media.num_packs != header.num_packs:
         raise CorruptShardError(path, 32, "M4", f"{media.num_packs} packs, expected {header.num_packs}; {_RESTORE}")
@@ -365,7 +372,7 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
         if (present := items_start(paths)) is None or present.raw != file.raw:
-            raise FormatError(f"{path}: replaced since it was opened; open the shard again")
+            raise FormatError(f"{path}: the file was replaced after it was opened; open the shard again")
 
     whole, data = np.dtype("u1"), paths.media_data
     items_file: Array

@@ -84,9 +84,7 @@ def placed_media(
         items, blobs = _items_of(media, f"pack {first_pack}: media")
         packs = np.zeros(len(media), np.int64)
     else:
-        raise ValueError(
-            f"pack {first_pack}: media: {brief(media)}, expected a list of the MediaItem objects of one pack"
-        )
+        raise ValueError(f"pack {first_pack}: media: {brief(media)}, expected a list of MediaItem objects")
     if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
         pack = first_pack + int(packs[broken.item])
         raise ValueError(f"pack {pack}: {broken.found}, expected {broken.expected} (rule {broken.rule})")

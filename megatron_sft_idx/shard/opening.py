@@ -144,16 +144,16 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     lacks_header = not missing or paths.seq_idx in missing
     remedy = "copy all five files, .seq.idx last"
     if is_remote(paths.prefix):
-        remedy = "check the path: the prefix without .seq.idx" if len(missing) == len(paths.all) else remedy
+        remedy = "check the path; a prefix does not include .seq.idx" if len(missing) == len(paths.all) else remedy
     elif lacks_header and is_building(paths):
         remedy = (
-            f"a command was interrupted here, or is at work still ({paths.building}): give it again to go on, or"
+            f"a command was interrupted here, or is still running ({paths.building}): run it again to continue, or"
             f" recover its packs: megatron-sft-idx rebuild {paths.prefix}"
         )
     elif len(missing) == len(paths.all):
         remedy = where_to_look(paths)
     elif lacks_header and (len(missing) == 1 or paths.loss in missing):
-        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
+        remedy = "the other files may be a stock Megatron dataset without loss masks, or an incomplete copy of a shard"
     elif missing == [paths.idx]:
         remedy = paths.index_remedy
     return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
@@ -168,10 +168,10 @@ def where_to_look(paths: ShardPaths) -> str:
     for unfinished in (folder.removesuffix(BUILDING) for folder in beside):
         if building_of(unfinished) is not None:
             return (
-                f"{unfinished} was being built when its command was interrupted, or still is: give that command again"
-                f" to go on, or recover its packs: megatron-sft-idx rebuild {unfinished}"
+                f"the command that builds {unfinished} was interrupted, or is still running: run it again to continue,"
+                f" or recover its packs: megatron-sft-idx rebuild {unfinished}"
             )
-    return _other_file(paths.prefix) or "check the prefix: the path without .seq.idx"
+    return _other_file(paths.prefix) or "check the prefix; it does not include .seq.idx"
 
 
 def _other_file(path: str) -> str:
@@ -181,15 +181,16 @@ def _other_file(path: str) -> str:
     bare = path.removesuffix(".gz").removesuffix(".zst")
     stem, _ = os.path.splitext(bare)
     if not bare.endswith(_ROWS):
-        return f"this is a file of another kind; if it holds packs: megatron-sft-idx convert {path} {stem}"
+        return f"this file is not a shard; if it contains packs: megatron-sft-idx convert {path} {stem}"
     return (
-        f"this is a file of rows; {_preprocess(path, stem)}; if it holds packs: megatron-sft-idx convert {path} {stem}"
+        f"this file has rows, not packs; {_preprocess(path, stem)}; if it contains packs: megatron-sft-idx"
+        f" convert {path} {stem}"
     )
 
 
 def _preprocess(rows: str, output: str) -> str:
     return (
-        f"make a shard of it: megatron-sft-idx preprocess --input {rows} --tokenizer PATH --seq-length N"
+        f"make a shard from it: megatron-sft-idx preprocess --input {rows} --tokenizer PATH --seq-length N"
         f" --output-prefix {output}"
     )
 
@@ -197,12 +198,12 @@ def _preprocess(rows: str, output: str) -> str:
 def what_a_folder_holds(folder: str) -> str:
     """Return advice for a folder without shards. It may hold rows, or shards in subfolders."""
     stem = folder.rstrip("/")
-    nothing = "the folder holds no shard of its own"
+    nothing = "the folder directly contains no shard"
     if is_remote(folder):
         return nothing
     names = sorted(os.listdir(folder))
     if "dataset_info.json" in names or "dataset_dict.json" in names:
-        return f"{nothing}, but rows that save_to_disk wrote; {_preprocess(stem, stem + '-sft')}"
+        return f"{nothing}, but rows written by save_to_disk; {_preprocess(stem, stem + '-sft')}"
     for name in names:
         compressed = name[len(name.removesuffix(".gz").removesuffix(".zst")) :]
         ending = os.path.splitext(name.removesuffix(compressed))[1]
@@ -210,15 +211,15 @@ def what_a_folder_holds(folder: str) -> str:
             rows = f"'{stem}/*{ending}{compressed}'"
             return f"{nothing}, but files of rows; {_preprocess(rows, stem + '-sft')}"
     below = [name for name in names if glob.glob(f"{glob.escape(os.path.join(folder, name))}/*.seq.idx")]
-    return f"{nothing}; name the one with shards: {os.path.join(stem, below[0])}" if below else nothing
+    return f"{nothing}; use the folder that contains shards: {os.path.join(stem, below[0])}" if below else nothing
 
 
 def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
     """Raise FormatError if the shard at a prefix now has another id than the shard that was there before."""
     if present_id != expected_id:
         raise FormatError(
-            f"{prefix}: shard {present_id.hex()} is here now, this dataset was made from {expected_id.hex()};"
-            " another shard was published over it: start again"
+            f"{prefix}: the shard is now {present_id.hex()}, but this dataset was opened with {expected_id.hex()};"
+            " another shard has replaced it: start again"
         )
 
 
@@ -243,13 +244,13 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Return the names of a shard's columns: those that it lists, and those that were attached.
+    """Return the names of a shard's columns: the columns in its header, and attached ones.
 
     ``beside`` are the names from ``columns_beside`` at this prefix. With None, this function looks for them.
 
     Raises:
-        CorruptShardError: a file with the name of a column of the shard cannot be read as one. A damaged column cannot
-            be told from an unrelated file, so none is ignored.
+        CorruptShardError: a file with the name of a column of the shard cannot be read as one. A damaged column looks
+            like an unrelated file, so such files are never ignored.
         StorageError: an object store does not answer.
     """
     names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
@@ -266,8 +267,8 @@ def has_column(paths: ShardPaths, header: Header, name: str) -> bool:
     shard_id = ColumnHeader.decode(start.raw, path).shard_id
     if shard_id != header.shard_id:
         detail = (
-            f"of shard {shard_id.hex()}, this one is {header.shard_id.hex()}; put it next to its own shard, or move it"
-            " away"
+            f"the column belongs to shard {shard_id.hex()}, but this is shard {header.shard_id.hex()}; put it next to"
+            " the right shard, or move it away"
         )
         raise CorruptShardError(path, 16, "C6", detail)
     return True
@@ -403,7 +404,7 @@ class OpenFiles:
             remedy = self.paths.index_remedy
         else:
             path, offset = self.paths.starts, 4 * self.sequence_range_of(number)[0]
-            remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
+            remedy = "find the damaged file with megatron-sft-idx verify, and restore it from a copy"
         return CorruptShardError(path, offset, rule, f"pack {number}: {breach}; {remedy}")
 
 
@@ -443,7 +444,7 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
             raise _not_found(paths) from None
         if _is_still(paths, seq_idx):
             raise
-    raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+    raise FormatError(f"{paths.prefix}: another shard was published here during opening; open it again")
 
 
 def _is_still(paths: ShardPaths, seq_idx: FileStart) -> bool:

@@ -95,8 +95,8 @@ def check_free(
         try:
             _require_shard(paths, replaced)
         except FormatError:
-            remedy = "move away what is here"
-        raise FormatError(f"{paths.prefix}: {names} exist already; choose another prefix, or {remedy}")
+            remedy = "move these files away"
+        raise FormatError(f"{paths.prefix}: {names} already exist; choose another prefix, or {remedy}")
     if not any_file:
         _require_shard(paths, replaced)
     for suffix in replaced:
@@ -132,8 +132,7 @@ def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> 
     """Publish the files of an interrupted writer if all of them are complete.
 
     With ``overwrite``, files that may be dropped are left to the next writer. FormatError: a writer is active there, or
-    an
-    error of ``Building.finish``.
+    an error of ``Building.finish``.
     """
     paths = ShardPaths.of(prefix)
     if not os.path.isdir(paths.building):
@@ -153,8 +152,7 @@ def taken(prefix: str, *, overwrite: bool = False) -> Iterator[Building]:
     """Provide the empty building folder of a prefix, and remove it at the end unless ``finish`` was called.
 
     Complete work of an interrupted writer is published first, and its other remains are removed. See ``take_free`` for
-    the
-    argument and errors.
+    the argument and errors.
     """
     building = take_free(prefix, overwrite=overwrite)
     try:
@@ -276,8 +274,7 @@ class Publication:
         if appeared := [suffix for suffix in replaced if replaced[suffix] != self._replaced.get(suffix)]:
             names = ", ".join(paths.prefix + suffix for suffix in appeared)
             raise FormatError(
-                f"{paths.prefix}: {names} exist already, which were not there when this was begun; choose another"
-                " prefix"
+                f"{paths.prefix}: {names} were created by someone else in the meantime; choose another prefix"
             )
         if not self._any_file:
             _require_shard(paths, replaced)  # a new file may have got the inode of a file that was removed since
@@ -397,7 +394,7 @@ def publish_outputs(
         raise
     for number in missing:
         if (prefix := shards[number].prefix) != job.output and not is_set_aside(prefix):
-            raise FormatError(f"{prefix}: another command wrote here meanwhile; run this one again")
+            raise FormatError(f"{prefix}: another command wrote here in the meantime; run this one again")
     ends = (paths.prefix.removeprefix(job.output) for paths in shards)
     job.complete([end for end in ends if end and is_set_aside(job.output + end)])
     job.finish()

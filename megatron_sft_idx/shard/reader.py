@@ -70,16 +70,12 @@ class Shard(Shown):
 
     Opening takes the same time for any number of packs: it reads the header and checks the sizes of the five files.
     ``shard[i]`` is a ``Pack`` of read-only views into the memory maps. The views stay valid after the shard object is
-    gone,
-    and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling, it
-    opens
-    its files on first use. Threads can share a shard.
+    gone, and after another shard is published at the same prefix. A shard pickles as its path and id; after unpickling,
+    it opens its files on first use. Threads can share a shard.
 
     For a shard at ``s3://`` or ``msc://``, opening fetches the index files unless the cache has them. Reading a pack
-    then
-    takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a few
-    more
-    requests, for their positions and for the encoded files of this pack only.
+    then takes two requests, for tokens and mask. It is an error if the shard has been replaced. Images and audio take a
+    few more requests, for their positions and for the encoded files of this pack only.
 
     Args:
         prefix: the path that the five files share, or ``ShardPaths`` for a shard that is not published yet.
@@ -87,7 +83,7 @@ class Shard(Shown):
             mapping is slow or not allowed; slices are then copies. ``reopen`` is for thousands of shards: it holds
             neither maps nor descriptors and opens a file for each slice; it also reads the index arrays into memory, in
             time proportional to the number of packs. A ``ReadOptions`` object replaces this argument and the next two.
-        advice: the access pattern that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
+        advice: the access pattern that the kernel should expect: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; the method ``huge_pages`` returns how many the kernel provided.
         copy: return writable copies instead of read-only views, and encoded images and audio as ``bytes``.
         index_cache: local folder for copies of the index files of a remote shard. None uses the environment variable
@@ -150,7 +146,7 @@ class Shard(Shown):
 
     @cached_property
     def columns(self) -> ShardColumns:
-        """The columns by name: those that the shard was written with and those attached later."""
+        """The columns by name: columns in the header of the shard, and columns attached later."""
         return ShardColumns(self._paths, self.header, self.backend)
 
     @cached_property
@@ -224,7 +220,7 @@ class Shard(Shown):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
+                raise ValueError(f"{self.prefix}: slice step {step} is not supported; use step 1")
             return [self[i] for i in range(start, stop)]
         files = self._files or self.files
         i = operator.index(index)
@@ -260,9 +256,10 @@ class Shard(Shown):
         return (self[i] for i in range(len(self)))
 
     def get(self, index: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return tokens ``[offset, offset + length)`` of a pack, or all tokens from ``offset`` on.
+        """Return tokens ``[offset, offset + length)`` of pack ``index``, or all tokens from ``offset`` on.
 
-        IndexError: the pack does not exist, or the range is not inside it.
+        Raises:
+            IndexError: the pack does not exist, or the range is not inside it.
 
         Example:
             >>> Shard("data/chats").get(6, offset=2, length=3)
@@ -275,8 +272,8 @@ class Shard(Shown):
         end = stop if length is None else start + offset + operator.index(length)
         if offset < 0 or not start + offset <= end <= stop:
             raise IndexError(
-                f"{self.prefix}: offset {offset}, length {length} reach outside pack {index},"
-                f" which has {stop - start} tokens"
+                f"{self.prefix}: offset {offset} and length {length} exceed pack {index}, which has {stop - start}"
+                " tokens"
             )
         tokens = files.tokens[start + offset : end]
         return tokens.copy() if self._copy else tokens
@@ -291,8 +288,8 @@ class Shard(Shown):
         itemsize = files.header.token_dtype.itemsize
         if offset < 0 or nbytes < 0 or offset + nbytes > files.num_tokens * itemsize:
             raise IndexError(
-                f"{self._paths.tokens}: {nbytes} bytes at offset {offset} reach outside the file, which has"
-                f" {files.num_tokens * itemsize}"
+                f"{self._paths.tokens}: {nbytes} bytes at offset {offset} exceed the file, which has"
+                f" {files.num_tokens * itemsize} bytes"
             )
         first = offset // itemsize
         raw = files.tokens[first : -(-(offset + nbytes) // itemsize)].view(np.uint8)
@@ -309,7 +306,7 @@ class Shard(Shown):
         return start, stop
 
     def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return ``(input_ids, loss_mask)`` of each sequence of a pack, in order. Masks are label-aligned.
+        """Return ``(input_ids, loss_mask)`` of each sequence of pack ``index``, in order. Masks are label-aligned.
 
         Example:
             >>> for ids, mask in Shard("data/chats").sequences(6):
@@ -332,7 +329,7 @@ class Shard(Shown):
         offsets, longest = self.token_offsets, self.header.longest_pack
         lengths = np.diff(offsets)
         if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
-            reason = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
+            reason = f"token offsets give it {lengths[wrong[0]]} tokens, expected 1 to {longest}"
             raise self.files.pack_error(f"shard 0, pack {wrong[0]}: {reason} (rule O2)")
         return offsets
 
@@ -350,7 +347,11 @@ class Shard(Shown):
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
         """Ask the kernel to read packs in the background, because they will be read soon. Return at once.
 
-        Reading them in another order works too, but is slower. IndexError: a pack does not exist.
+        Args:
+            indices: numbers of the packs, in the order in which they will be read. Another order works, but is slower.
+
+        Raises:
+            IndexError: a pack does not exist.
 
         Example:
             >>> shard = Shard("data/chats", advice="random")
@@ -367,7 +368,7 @@ class Shard(Shown):
         """Ask the kernel to read packs ``[start, stop)`` in the background. IndexError: a pack does not exist."""
         files = self.files
         if not 0 <= start <= stop <= files.num_packs:
-            raise IndexError(f"{self.prefix}: packs {start} to {stop}, there are {files.num_packs}")
+            raise IndexError(f"{self.prefix}: packs {start} to {stop} requested, but there are {files.num_packs}")
         first, last = self._token_span(start, stop)
         if first < last:
             announce(Extents([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
@@ -407,16 +408,18 @@ class Shard(Shown):
     def _normalise(self, files: OpenFiles, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
         if not 0 <= i < files.num_packs:
-            raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
+            raise IndexError(f"{self.prefix}: there is no pack {index}; the shard has {files.num_packs}")
         return i
 
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """Return the error about the offsets of pack ``i``."""
         first, last = files.token_range_of(i)
-        reason = f"token offsets {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
+        reason = f"token offsets are {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
         if 0 <= first < last <= files.num_tokens:
             first, last = files.sequence_range_of(i)
-            reason = f"sequence offsets {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
+            reason = (
+                f"sequence offsets are {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
+            )
         return self.files.pack_error(f"shard 0, pack {i}: {reason}")
 
 
@@ -435,17 +438,17 @@ def checked_packs(
     packs = indices.astype(np.int64)  # before the sum below, which could overflow a narrower dtype
     packs[packs < 0] += total
     if (outside := (packs < 0) | (packs >= total)).any():
-        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+        raise IndexError(f"{prefix}: there is no pack {indices[outside][0]}; the number of packs is {total}")
     return packs
 
 
 def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Return where packs lie in their files, in reading order: for each pack first the tokens, then the mask.
+    """Return the positions of packs in their files, in reading order: for each pack first the tokens, then the mask.
 
     Packs whose offsets point outside the files are omitted; reading one is an error.
 
     Args:
-        shards: the open files of shards, each of which holds at least one of the packs.
+        shards: the open files of shards; each holds at least one of the packs.
         slots: index into ``shards`` of the shard that holds each pack, int64 [packs].
         packs: the number of each pack in its shard, int64 [packs].
     """

@@ -32,7 +32,7 @@ from megatron_sft_idx.storage.progress import Advance
 # Called with the current paths of the files by their final paths. It raises an error to keep them unpublished.
 Check = Callable[[Mapping[str, str]], None]
 
-_CHANGED = "; its folder says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
+_CHANGED = "; the build was complete, so the file has changed since: build the shard again with overwrite (--overwrite)"
 _Decoded = TypeVar("_Decoded")
 
 
@@ -142,8 +142,8 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
 def complete_header(prefix: str | ShardPaths) -> Header:
     """Return the header of a complete shard in its building folder, after a check of the sizes of all files.
 
-    Some files may be renamed already. CorruptShardError: a file is missing, or has another size than its header says
-    (the shard's, or a column's own). FormatError: there is no such shard.
+    Some files may be renamed already. CorruptShardError: a file is missing, or has another size than in its header (the
+    shard's, or a column's own). FormatError: there is no such shard.
     """
     paths = ShardPaths.of(prefix)
     suffixes = read_done(paths.prefix).files
@@ -171,7 +171,9 @@ def complete_header(prefix: str | ShardPaths) -> Header:
         sizes[paths.media_items], sizes[paths.media_data] = (media.nbytes, items), (media.data_nbytes, items)
     for path, (nbytes, header_path) in sizes.items():
         if (actual := _nbytes(present_name(path))) != nbytes:
-            detail = f"file has {actual} bytes, expected {nbytes} by the header of {header_path}{_CHANGED}"
+            detail = (
+                f"the file has {actual} bytes, expected {nbytes} according to the header of {header_path}{_CHANGED}"
+            )
             raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
     return header
 

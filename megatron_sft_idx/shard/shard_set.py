@@ -34,8 +34,8 @@ from megatron_sft_idx.storage.remote.store import matching_objects, object_exist
 from megatron_sft_idx.storage.remote.transport import request_pool
 
 # Maximum number of mapped shards. An open shard holds four maps, or five descriptors with pread, and two more of either
-# with images or audio. Some cluster file systems allow a process only about 590 maps, some of which torch and Megatron
-# need; 256 descriptors is a common limit.
+# with images or audio. Some cluster file systems allow a process only about 590 maps, and torch and Megatron need some
+# of them; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
 # A set of more shards is read into memory if its tokens, masks and index arrays have at most this many bytes.
 MEMORY_NBYTES = 1 << 30
@@ -64,15 +64,11 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Return the prefixes of the shards in ``source``: a prefix, a folder, a glob, or a list of these.
 
     A folder stands for the shards directly in it, not in its subfolders; if it has none, for a shard next to it with
-    the
-    folder's name. A glob stands for the shards whose prefix or files it matches, and for those in matching folders.
-    Shards
-    of a folder or glob are in the order of ``natural_key``. A list keeps its order, and several files of one shard
-    count
-    once (``distinct``). In an object store a folder is a prefix of keys, and the slash at its end is optional. A prefix
-    is
-    returned even if no shard exists there; opening it reports what is missing. ``incomplete`` also finds shards with
-    missing files, and interrupted builds on a disk.
+    the folder's name. A glob stands for the shards whose prefix or files it matches, and for those in matching folders.
+    Shards of a folder or glob are in the order of ``natural_key``. A list keeps its order, and several files of one
+    shard count once (``distinct``). In an object store a folder is a prefix of keys, and the slash at its end is
+    optional. A prefix is returned even if no shard exists there; opening it reports what is missing. ``incomplete``
+    also finds shards with missing files, and interrupted builds on a disk.
 
     Raises:
         ShardNotFoundError: a folder or a glob has no shard.
@@ -84,7 +80,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
-            raise FormatError("an empty list of shards; name at least one")
+            raise FormatError("an empty list of shards; pass at least one")
         return [prefix for entry in distinct(source) for prefix in find_prefixes(entry, incomplete=incomplete)]
     path, suffixes = os.fspath(source), _PARTIAL_SUFFIXES if incomplete else _WHOLE_SUFFIXES
     remote, is_glob = is_remote(path), glob.has_magic(path)
@@ -117,7 +113,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     is_beside = any(os.path.exists(file) and is_of_shard(file) for file in beside)
     if is_beside and prefixes:
         raise FormatError(
-            f"{path}: a shard and a folder of shards have this name; name either {path}.seq.idx or {path}/"
+            f"{path}: both a shard and a folder of shards have this name; pass either {path}.seq.idx or {path}/"
         )
     if is_beside or prefixes:
         return sorted(prefixes or [path], key=natural_key)
@@ -236,17 +232,17 @@ class ShardSet(Shown):
         columns: Sequence[str] = (),
     ) -> None:
         if not prefixes:
-            raise FormatError("an empty list of shards; name at least one")
+            raise FormatError("an empty list of shards; pass at least one")
         options = ReadOptions.of(os.fspath(prefixes[0]), backend)
         named = "\0".join(ShardPaths.of(prefix).prefix for prefix in prefixes)
         self.__setstate__((named, tuple(options), b"", index_cache, tuple(columns)))
         different = "they come from different tokenizers"
         if alike:
-            self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards with one dtype")
+            self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards with the same dtype")
             self.agree_on("pad id is", lambda header: header.pad_id, different)
             self.agree_on("tokenizer is", lambda header: header.tokenizer, different)
         if alike and same_capacity:
-            remedy = "pack them again for one --seq-length, or let training pack them when it starts"
+            remedy = "pack them again with the same --seq-length, or let training pack them when it starts"
             self.agree_on("capacity is", lambda header: header.capacity or None, remedy)  # 0 means that it has no packs
         _ = self.headers, self.columns  # raise their errors now
 
@@ -301,8 +297,8 @@ class ShardSet(Shown):
         if self._expected_fingerprint not in (b"", _digest(headers)):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
-                f"{self.prefixes[0]}{others}: the content is another one than when this dataset was opened; another"
-                " shard was published over one of them: start again"
+                f"{self.prefixes[0]}{others}: the content has changed since this dataset was opened, because a shard"
+                " was replaced: start again"
             )
         return headers
 
@@ -344,7 +340,7 @@ class ShardSet(Shown):
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
-        """Like ``packs_before``, but for sequences."""
+        """The counterpart of ``packs_before`` for sequences."""
         return running_sums(header.num_sequences for header in self.headers)
 
     @property
@@ -482,7 +478,7 @@ class ShardSet(Shown):
         """
         i, total = operator.index(index), self._packs_before[-1]
         if not -total <= i < total:
-            raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
+            raise IndexError(f"{self.prefixes[0]}: there is no pack {i}; the {len(self.prefixes)} shards have {total}")
         i %= total
         number = bisect_right(self._packs_before, i) - 1  # several times faster than numpy for one value
         return self.pack(number, i - self._packs_before[number])
@@ -524,7 +520,7 @@ def columns_of_sets(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
 
 def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
     """Return ``columns``: for each name one spec per prefix. FormatError: the kind of a column differs."""
-    remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
+    remedy = "shards that are read together need columns of the same kind: attach the column again, or leave it out"
     for name, specs in columns.items():
         require_alike(prefixes, map(kind_in_words, specs), f"column {name} is", remedy)
     return columns
@@ -535,13 +531,13 @@ def require_alike(prefixes: Sequence[str], values: Iterable[Any], subject: str, 
     recorded = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
     for prefix, value in recorded:
         if value != recorded[0][1]:
-            raise FormatError(f"{prefix}: {subject} {value}, in {recorded[0][0]} {recorded[0][1]}; {remedy}")
+            raise FormatError(f"{prefix}: {subject} {value}, but {recorded[0][1]} in {recorded[0][0]}; {remedy}")
 
 
 def kind_in_words(spec: ColumnSpec) -> str:
     """Return the kind of a column as text for messages."""
     alignment = f", aligned with {spec.alignment}s" if spec.per == "token" else ""
-    return f"{spec.dtype} x {spec.width} a {spec.per}{alignment}"
+    return f"{spec.dtype} x {spec.width} per {spec.per}{alignment}"
 
 
 def _digest(headers: Sequence[Header]) -> bytes:

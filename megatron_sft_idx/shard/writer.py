@@ -342,7 +342,7 @@ class ShardWriter(Shown):
         mask = array(mask_array, loss_mask, "loss_mask")
         try:
             if mask.size != ids.size:
-                raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
+                raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens, expected one per token")
         except ValueError as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         arrays = self._column_arrays({} if columns is None else columns, ids.size, starts.size, lengths.size)
@@ -372,7 +372,7 @@ class ShardWriter(Shown):
         try:
             if self._media is None:
                 raise ValueError(
-                    f"pack {self.num_packs}: has images or audio, and this writer was opened without media=True"
+                    f"pack {self.num_packs}: has images or audio, but this writer was opened without media=True"
                 )
             return placed_media(run, media, self.num_packs, mask_alignment)
         except ValueError as error:
@@ -395,7 +395,7 @@ class ShardWriter(Shown):
                 raise ValueError(f"columns {brief(columns)}, expected a dict of arrays by name")
             if columns.keys() != specs.keys():
                 names, expected = (", ".join(sorted(each)) or "none" for each in (map(str, columns), specs))
-                raise ValueError(f"columns {names}; this writer was opened for {expected}")
+                raise ValueError(f"columns {names}, but this writer was opened for {expected}")
             arrays = {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
             for name, values in arrays.items():
                 self._named_rows[name].require(values)
@@ -414,8 +414,7 @@ class ShardWriter(Shown):
         """Add all packs of another shard in bounded memory, and verify its checksums while reading.
 
         The packs are logged only after the last one is added, so that recovery after a kill takes nothing from a
-        corrupt
-        shard.
+        corrupt shard.
 
         Args:
             shard: a shard, opened with any backend.
@@ -428,13 +427,23 @@ class ShardWriter(Shown):
             CorruptShardError: its checksums do not match (F3, or C7 for a column), or see ``windows``. The build is
                 abandoned.
             SequenceError: a pack does not fit this writer's capacity or dtypes. The runs before it were added.
+
+        Example:
+            >>> from megatron_sft_idx import Shard
+            >>> with ShardWriter("data/both") as writer:
+            ...     writer.add_shard(Shard("data/chats"))
+            ...     writer.add_pack([5, 6, 7], [1, 1, 0], [0])
+            >>> len(Shard("data/both"))
+            8
         """
         if columns is None:
             columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
             for name in columns:
                 spec, column = self._options.columns.get(name), shard.columns.get(name)
                 if spec is None or column is None or column.spec.kind != spec.kind:
-                    raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
+                    raise FormatError(
+                        f"{shard.prefix}: column {name} differs from the column that {self.prefix} was opened with"
+                    )
         self._require_ready("label")
         self.flush()
         begin, refused = self.num_packs, None
@@ -486,8 +495,8 @@ class ShardWriter(Shown):
         """Check, count and hash the first packs of an interrupted build, as if they had just been added.
 
         Replays at most ``num_packs``, and stops at the first pack that breaks a rule, because its bytes did not reach
-        the
-        disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last call.
+        the disk. Returns the number of replayed packs. ``progress`` is called with the tokens replayed since the last
+        call.
         """
         if self._media is not None:
             num_packs = self._media.whole_packs(num_packs)
@@ -582,8 +591,8 @@ class ShardWriter(Shown):
         options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
         if (vocab_size := vocab_size_of(self.metadata)) != vocab_size_of(options.metadata):
             raise FormatError(
-                f"{self.prefix}: tokenizer.vocab_size is {vocab_size} now, and ids were held to"
-                f" {vocab_size_of(options.metadata)}; pass it with the metadata when the writer is opened"
+                f"{self.prefix}: tokenizer.vocab_size is now {vocab_size}, but ids were checked against"
+                f" {vocab_size_of(options.metadata)}; pass it in the metadata when you open the writer"
             )
         for rows in self._named_rows.values():
             try:
@@ -628,8 +637,8 @@ class ShardWriter(Shown):
             self.abandon()
             if header != self._present:
                 raise FormatError(
-                    f"{self.prefix}: a shard of the same options is here, and its content is another; choose another"
-                    " prefix, or pass overwrite (--overwrite)"
+                    f"{self.prefix}: there is a shard with the same options but other content; choose another prefix,"
+                    " or pass overwrite (--overwrite)"
                 )
             self.found = True
             return header

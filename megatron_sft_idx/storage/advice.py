@@ -44,7 +44,7 @@ class Extents(NamedTuple):
 
 
 def _map_of(array: Array) -> mmap.mmap | None:
-    """Return the memory map of which an array is a view, or None."""
+    """Return the memory map that an array is a view of, or None."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base

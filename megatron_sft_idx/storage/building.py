@@ -338,7 +338,7 @@ class Building:
     def _check(self) -> tuple[list[str], list[str]]:
         """Check that the steps in ``done.json`` can be done.
 
-        Returns the names of the files that still must be removed, and of those that still must be renamed, both in
+        Returns the names of the files that still must be removed, and of the files that still must be renamed, both in
         order. See ``finish`` for errors.
         """
         done, pending = self.done, list[str]()

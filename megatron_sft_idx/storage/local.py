@@ -213,7 +213,7 @@ class PartOfArray(CopiedArray):
         self._whole, self._begin = whole, begin
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``CopiedArray``. Errors are those of a slice of the whole array."""
+        """See ``CopiedArray``. Raises the same errors as a slice of the whole array."""
         begin = self._begin + offset
         out[:] = self._whole[begin : begin + len(out)]
 
@@ -271,7 +271,7 @@ def read_beginning(path: str | os.PathLike[str], max_nbytes: int) -> bytes:
 
 
 class _NamedFile(io.FileIO):
-    """A file whose path is in all of its errors, including those of reading."""
+    """A file whose errors all contain its path, including errors while reading."""
 
     def readinto(self, buffer: Any, /) -> int | None:
         with name_in_errors(self.name):

@@ -1,8 +1,8 @@
 """Divide the input into stretches, one per task, and stretches into pieces of about a MiB.
 
 The division depends only on the content of the input, not on the engine or the number of workers. Files of JSON lines
-are divided into byte ranges, and the task of a stretch reads its range. Ranges end at the ends of pieces, so the pieces
-of all tasks are those of ``iter_pieces``. To find an end, only the bytes before it are read. All other files
+are divided into byte ranges, and the task of a stretch reads its range. Ranges end at the ends of pieces, so the tasks
+together have the same pieces as ``iter_pieces``. To find an end, only the bytes before it are read. All other files
 (compressed ones, JSON arrays, tables) are read by the process of the job, which distributes the pieces to tasks, or
 each by one task.
 """
@@ -195,7 +195,7 @@ class _Ends:
 
 
 def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
-    """Yield the pieces of a stretch. Rows of a range are numbered from 1, those of other stretches as in the file.
+    """Yield the pieces of a stretch. Rows of a range are numbered from 1, rows of other stretches as in the file.
 
     Raises:
         FormatError: see ``iter_pieces``; or the file is shorter than at the beginning of the job.

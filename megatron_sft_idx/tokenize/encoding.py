@@ -52,8 +52,8 @@ _TEXT_TEMPLATE = "{{ messages[0].content }}"
 # The version of the conversion from rows to tokens and masks. It must be raised if the same row gives other results, so
 # that older parts are not reused.
 ENCODING_VERSION = 1
-# Options that do not determine a part's content: a part with a bad row is made only if these are skipped, and weights
-# are those of one file.
+# Options that do not determine a part's content: a part with a bad row is made only if bad rows are skipped, and a part
+# has the weights of one file.
 _NOT_IN_PARTS = ("on_bad_row", "loss_weights")
 
 

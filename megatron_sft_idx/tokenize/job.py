@@ -114,10 +114,10 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     log_interval: int = 10_000,
     download: bool = False,
 ) -> Summary:
-    """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
+    """Tokenize chats, mark the tokens to train on with the chat template, pack the chats, and write a shard.
 
-    ``megatron-sft-idx preprocess`` writes the same bytes. All arguments are its options, with ``_`` for ``-``; its
-    ``--help`` describes them.
+    ``megatron-sft-idx preprocess`` writes the same bytes. The arguments are the options of this command, with ``_`` in
+    place of ``-``; its ``--help`` describes them.
 
     Args:
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;

@@ -223,7 +223,7 @@ def _write(path: str, passed: _Passed, to_json: Callable[[Any], Any]) -> None:
         with open(path, "xb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     elif hasattr(content, "save_to_disk"):
-        if isinstance(content, Sized) and not len(content):  # datasets itself cannot always save an empty one
+        if isinstance(content, Sized) and not len(content):  # datasets cannot always save an empty data set
             raise FormatError(f"{passed.name}: the dataset has no rows; leave it out, or pass another one")
         content.save_to_disk(folder := path + ".saved", num_shards=1)
         (data,) = glob.glob(os.path.join(glob.escape(folder), "*.arrow"))

@@ -9,11 +9,11 @@
     lengths            uint32 [sequences], from the next multiple of 64 bytes on
     ids                uint16 or int32 [tokens], likewise
     masks              token-aligned, uint8 or float32 [tokens], likewise
-    columns            values of each sequence [sequences, width], likewise, in the order of their names, to each of
-                       which the JSON adds a suffix
-    media              only where a processor expands images and audio: how many each sequence has [sequences]; of each
-                       of these its first position in the sequence, its length, its kind, and the number of its file
-                       [items]; of each file its size and its hash [files]; and all files end to end [bytes]
+    columns            values of each sequence [sequences, width], likewise, in the order of their names; the JSON
+                       adds a suffix to each name
+    media              only if a processor expands images and audio: number of items per sequence [sequences]; first
+                       position in the sequence, length, kind and file number per item [items]; size and hash per file
+                       [files]; and all files, concatenated [bytes]
 
 The name of a part is a digest of its pieces and of the options that determine its tokens and masks. So a later job, or
 a second attempt at a task, finds exactly the part that it would make. It uses the part if the file is complete and its
@@ -82,7 +82,7 @@ class PartInfo:
     Attributes:
         options: digest of all options that determine tokens and masks.
         pieces: fingerprints of the pieces.
-        media: if a processor expands images and audio, the hash of those of each piece (``PieceMedia.digest``).
+        media: if a processor expands images and audio, their hash for each piece (``PieceMedia.digest``).
         num_bytes: number of bytes of the input file that contain the pieces, for progress.
         lines: number of rows, including blank lines; added to the row numbers of the next part.
         rows: number of rows read, including bad ones.
@@ -341,7 +341,7 @@ class _PartBlobs:
 
 
 def _media_of(arrays: Mapping[str, NDArray[Any]], path: str, begin: int) -> RunMedia | None:
-    """Return images and audio of a part with these arrays, the last of which begins at byte ``begin`` of the part.
+    """Return images and audio of a part with these arrays. The last array begins at byte ``begin`` of the part.
 
     None: it has no such arrays. FormatError: they are inconsistent.
     """

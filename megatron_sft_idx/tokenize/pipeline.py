@@ -4,9 +4,9 @@
 
     this process                        tasks, here or anywhere
     cut the input into stretches   ->   tokenise a stretch              ->  a part: lengths, ids, masks
-    plan all packs on lengths      <-   lengths, four bytes a sequence
+    plan all packs on lengths      <-   lengths, 4 bytes per sequence
     share the plan out             ->   gather an output shard          <-  parts
-                                                                        ->  five files a shard
+                                                                        ->  five files per shard
 
 A task writes a part completely or not at all. So a task may run twice, and a job reuses the parts of an interrupted
 one.
@@ -192,7 +192,7 @@ def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
 def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[None]:
     """If the block fails, keep the parts if a later job can use them, and log their location; else remove them.
 
-    Those of an earlier job stay, unless the disk is full.
+    Parts of an earlier job stay, unless the disk is full.
     """
     try:
         yield

@@ -1,7 +1,8 @@
 """The plan of a job: how sequences are cut, and the pack of each cut, determined before anything is written.
 
-A plan refers to sequences by number: those of all parts are counted in the order of the input, those of a shard in its
-order. Each has token ids, a mask, and values in columns, which a ``SequenceReader`` returns.
+A plan refers to sequences by number. Sequences of parts are counted through all parts in the order of the input,
+sequences of a shard in the order of the shard. Each has token ids, a mask, and values in columns, which a
+``SequenceReader`` returns.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class PackOptions:
         max_sequences_per_pack: maximum number of sequences in a pack; None for no limit.
         seed: seed of every shuffle and random selection.
         selection: selection of rows and sequences; None takes all.
-        where: conditions on columns, such as ``score >= 0.5``, all of which must hold for a sequence to be packed.
+        where: conditions on columns, such as ``score >= 0.5``. Only sequences that meet all of them are packed.
         loss_weight_column: name of a column to multiply loss masks by; None for none.
 
     Raises:
@@ -86,7 +87,10 @@ class PackOptions:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return all attributes for headers; those that select or weight sequences only if they are set."""
+        """Return all attributes for headers.
+
+        Attributes that select or weight sequences are left out if they are not set.
+        """
         described = asdict(self) | {"where": [*self.where]}
         return {name: value for name, value in described.items() if name not in _IF_SET or value}
 
@@ -137,7 +141,7 @@ class FileSequences(NamedTuple):
         indices: their positions in the request, int64 [n]. For a request for sequences 7, 900 and 5, where 900 is in
             another file, they are [2, 0].
         starts, lengths: start of each sequence among the tokens of the file, and its number of tokens, [n].
-        ids, mask: those of all tokens of the file.
+        ids, mask: ids and mask of all tokens of the file.
         columns: values of each sequence, by name, [n] or [n, width].
         weights: weights for the masks; None for none.
     """
@@ -156,7 +160,7 @@ class GatheredCuts(NamedTuple):
     """The cuts of several packs, in order.
 
     Attributes:
-        ids, mask: those of all cuts, concatenated [tokens].
+        ids, mask: ids and mask of all cuts, concatenated [tokens].
         columns: by name, one row per cut or token.
         media: images and audio of each cut; None if there are none.
     """
@@ -171,8 +175,8 @@ class SequenceReader(ABC):
     """Reads sequences by their numbers.
 
     Attributes:
-        mask_alignment, mask_dtype: those of the masks returned by ``read``.
-        stored_dtype: dtype of the masks before weighting; that of the masks in files, or a wider one.
+        mask_alignment, mask_dtype: alignment and dtype of the masks returned by ``read``.
+        stored_dtype: dtype of the masks before weighting: the dtype in the files, or a wider one.
         window_tokens: approximate number of tokens to read at a time.
         weighted_by: name of the column to multiply masks by; None for none.
     """

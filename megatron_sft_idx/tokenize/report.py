@@ -188,8 +188,8 @@ class PackReport:
         overlong_rows: place and number of tokens of the longest of these, longest first, at most a thousand; empty if
             an earlier job made the shard.
         dropped_tokens: number of tokens of dropped sequences, and of truncated ones after their cut.
-        lost_trained_tokens: number of trained tokens lost to ``--overlong``: those of dropped sequences, those after a
-            cut, and first tokens of cuts, which nothing predicts there.
+        lost_trained_tokens: number of trained tokens lost to ``--overlong``: tokens of dropped sequences, tokens after
+            a cut, and first tokens of cuts, which nothing predicts there.
         dropped_media_sequences: number of sequences dropped because a cut would divide an image or a recording.
         left_out: number of sequences excluded by ``--where``.
         selected: number of rows by result of the selection; sequences and tokens dropped because they train nothing.

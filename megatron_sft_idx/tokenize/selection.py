@@ -184,7 +184,7 @@ def select_rows(
         times = whole + (draw_lots(keys[train], seed, "weight") < weights - whole)
         counts["weighted_out"] = int((times == 0).sum())
         counts["repeats"] = int(np.maximum(times - 1, 0).sum())
-        # Copies of a row are far apart: all rows once, then those that occur twice, and so on.
+        # Copies of a row are far apart: first all rows once, then rows that occur twice, and so on.
         train = np.concatenate([train[times > copy] for copy in range(max(times.max(initial=0), 1))])
     counts["train"] = len(train)
     if selection.shuffle:

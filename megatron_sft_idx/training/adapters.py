@@ -86,8 +86,8 @@ def pack_row(pack: Pack, length: int, sequence_multiple: int = 1) -> PackRow:
     padded_lengths = -(-lengths // sequence_multiple) * sequence_multiple
     if (used := int(padded_lengths.sum())) > length:
         raise FormatError(
-            f"a pack of {used} positions, with sequences rounded up to multiples of {sequence_multiple}, does not fit a"
-            f" row of {length}; make rows longer, or pack again for this length"
+            f"a pack has {used} positions with sequences rounded up to multiples of {sequence_multiple}, but a row has"
+            f" {length}; use longer rows, or pack again for this length"
         )
     new_starts = np.cumsum(padded_lengths) - padded_lengths
     places = np.arange(len(ids)) + np.repeat(new_starts - starts, lengths)
@@ -103,8 +103,8 @@ def _require_binary(mask: NDArray[Any]) -> None:
     """Raise FormatError if a loss mask has weights other than 0 and 1."""
     if has_weights(mask):
         raise FormatError(
-            "a loss mask has weights other than 0 and 1, which this trainer would round; train with Megatron, or with"
-            " as_torch and weighted_loss (docs/transformers.md)"
+            "a loss mask has weights other than 0 and 1, which this trainer does not support; train with Megatron, or"
+            " with as_torch and weighted_loss (docs/transformers.md)"
         )
 
 
@@ -129,9 +129,9 @@ class ShardSequences(Shown, Dataset[Any]):
         ignore_media: allow shards with images or audio; their placeholder tokens then count as ordinary tokens.
 
     Raises:
-        ShardNotFoundError, FormatError: there are no such shards; they hold preference pairs or KTO labels; or they
-            hold images or audio and ``ignore_media`` is not set. Reading an item also raises if its mask has weights
-            and ``loss_weights`` is not set.
+        ShardNotFoundError: there are no such shards.
+        FormatError: they hold preference pairs or KTO labels, or images or audio without ``ignore_media``. Reading an
+            item raises it if the mask has weights other than 0 and 1, without ``loss_weights``.
 
     Example:
         >>> sequences = ShardSequences("data/chats")
@@ -163,10 +163,14 @@ class ShardSequences(Shown, Dataset[Any]):
         return self.sequence(index)
 
     def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Return ids and token-aligned mask of one sequence, counted over all packs. IndexError: it does not exist."""
+        """Return ids and token-aligned mask of sequence ``index``, counted over all packs.
+
+        Raises:
+            IndexError: the sequence does not exist.
+        """
         total = self.shards.num_sequences
         if not -total <= index < total:
-            raise IndexError(f"{self.shards.prefixes[0]}: sequence {index}, the shards have {total}")
+            raise IndexError(f"{self.shards.prefixes[0]}: there is no sequence {index}; the shards have {total}")
         index %= total
         before = self.shards.sequences_before
         number = int(np.searchsorted(before, index, side="right")) - 1
@@ -197,10 +201,11 @@ class VerlDataset(ShardSequences):
             by this class: ``ignore_media``, and ``loss_weights`` for masks with weights. The FSDP engine multiplies the
             loss by these weights; the Megatron engine rounds them.
         processor: not used.
-        max_samples: how many sequences to use, from the first one on; -1 is all.
+        max_samples: number of sequences to use, beginning with the first one; -1 for all.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also for another ``pad_mode``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also for another ``pad_mode``.
 
     Example:
         >>> ds = VerlDataset("data/chats", max_samples=10)
@@ -221,7 +226,7 @@ class VerlDataset(ShardSequences):
         del tokenizer, processor
         config = {} if config is None else config
         if (pad_mode := config.get("pad_mode", "no_padding")) != "no_padding":
-            raise FormatError(f"data.pad_mode={pad_mode}: sequences come without padding; leave the option out")
+            raise FormatError(f"data.pad_mode={pad_mode}: sequences are returned without padding; leave the option out")
         source = parquet_files if isinstance(parquet_files, str | os.PathLike) else [*map(str, parquet_files)]
         options = {name: bool(config.get(name, False)) for name in ("loss_weights", "ignore_media")}
         super().__init__(source, **options)
@@ -257,9 +262,9 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or
-            ``seq_length`` is not a multiple of ``sequence_multiple``. Reading an item also raises if its mask has
-            weights.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``, or ``seq_length`` is not a
+            multiple of ``sequence_multiple``. Reading an item raises it if the mask has weights other than 0 and 1.
 
     Example:
         >>> item = AutomodelPacks("data/chats", 16)[6]
@@ -278,7 +283,8 @@ class AutomodelPacks(Shown, Dataset[dict[str, Any]]):
     ) -> None:
         if seq_length < 1 or sequence_multiple < 1 or seq_length % sequence_multiple:
             raise FormatError(
-                f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: rows are a multiple, from 1 on"
+                f"seq_length {seq_length}, sequence_multiple {sequence_multiple}: seq_length must be a multiple,"
+                " and both at least 1"
             )
         self.shards = _text_shards(source, ignore_media)
         _require_rows(self.shards, seq_length, sequence_multiple)
@@ -307,7 +313,7 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     """An endless stream of packs for a torchtitan data loader, with state for its checkpoints.
 
     A sample is ``({"input": ids, "positions": positions}, labels)``, int64 [seq_length] each. A label is the next
-    token. The padding at the end of a row is a sequence of its own: its positions count from 0 and it has no labels.
+    token. The padding at the end of a row is a separate sequence: its positions start at 0 and it has no labels.
     Each epoch has a different order. Rank r of n takes every nth sample, so all ranks take the same number of samples.
 
     Args:
@@ -319,7 +325,8 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         ignore_media: see ``ShardSequences``.
 
     Raises:
-        ShardNotFoundError, FormatError: see ``AutomodelPacks``.
+        ShardNotFoundError: there are no such shards.
+        FormatError: see ``ShardSequences``; also if a pack may not fit ``seq_length``.
 
     Example:
         >>> inputs, labels = next(iter(TorchtitanPacks("data/chats", 12)))
@@ -367,12 +374,23 @@ class TorchtitanPacks(Shown, IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         return {"taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called. FormatError: the state has other shards or another order."""
+        """Continue at the position of a ``state_dict``. FormatError: it is of other shards or another order.
+
+        Example:
+            >>> packs = TorchtitanPacks("data/chats", 12)
+            >>> samples = iter(packs)
+            >>> first, second = next(samples), next(samples)
+            >>> state = packs.state_dict()
+            >>> resumed = TorchtitanPacks("data/chats", 12)
+            >>> resumed.load_state_dict(state)
+            >>> (next(iter(resumed))[1] == next(samples)[1]).all()
+            tensor(True)
+        """
         own = self.state_dict()
         if changed := [name for name in own if name != "taken" and state.get(name) != own[name]]:
             raise FormatError(
-                f"{self.shards.prefixes[0]}: the checkpoint is of a run with {changed[0]} {state.get(changed[0])}, and"
-                f" this one has {own[changed[0]]}: packs would come twice or never"
+                f"{self.shards.prefixes[0]}: the checkpoint is from a run with {changed[0]} {state.get(changed[0])},"
+                f" but this run has {own[changed[0]]}, so packs would be repeated or lost; use the same value"
             )
         self._taken = int(state["taken"])
 

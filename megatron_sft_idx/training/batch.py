@@ -1,8 +1,8 @@
-"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, from any source of packs.
+"""``BatchAssembler`` converts packs of any source to the batches of tensors that Megatron trains on.
 
 A row of S = ``seq_length`` positions holds the concatenated sequences of one pack, then padding. Labels are the tokens
 shifted left inside each sequence. At the last position of a sequence and on padding, the label is the pad id and the
-loss mask is 0. The padding at the end (the tail) is a segment of its own: it has an entry in ``cu_seqlens``, its
+loss mask is 0. The padding at the end (the tail) is a separate segment: it has an entry in ``cu_seqlens``, its
 positions count from 0, no sequence attends to it, and ``max_seqlen`` covers it.
 
 With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m when it is read.
@@ -195,12 +195,12 @@ class Batch(Shown):
 
     def __getitem__(self, row: int) -> Tensors:
         if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+            raise IndexError(f"there is no row {row}; the number of rows is {len(self)}")
         if self.media is not None:
             # torch would stack rows by the names in the first one, and tensors by their numbers of images.
             raise FormatError(
-                "rows with images or audio come as whole batches; pass collate_fn=whole_batch to the DataLoader, and"
-                " rows_of(dataset) where the dataset is a blend"
+                "rows with images or audio are returned as whole batches; pass collate_fn=whole_batch to the"
+                " DataLoader, and rows_of(dataset) if the dataset is a blend"
             )
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
@@ -217,7 +217,7 @@ class Batch(Shown):
         if rows == self.layout.rows:
             return self
         if not 0 <= rows < self.layout.rows:
-            raise ValueError(f"a batch of {rows} rows does not fit the buffers, which have {self.layout.rows}")
+            raise ValueError(f"a batch of {rows} rows does not fit the buffers of {self.layout.rows} rows")
         return Batch(replace(self.layout, rows=rows), storage=self.storage)
 
 
@@ -307,23 +307,28 @@ class BatchAssembler(Shown, Dataset[Tensors]):
     ) -> None:
         if seq_length % sequence_multiple:
             raise ValueError(
-                f"sequence length {seq_length} is not a multiple of {sequence_multiple}, to which sequences are padded"
+                f"sequence length {seq_length} is not a multiple of the sequence multiple {sequence_multiple}"
             )
         if source.capacity > seq_length:
-            raise ValueError(f"packs of up to {source.capacity} tokens do not fit a sequence length of {seq_length}")
+            raise ValueError(
+                f"packs of up to {source.capacity} tokens do not fit a sequence length of {seq_length}; raise it, or"
+                " pack again"
+            )
         worst = source.capacity + source.most_sequences * (sequence_multiple - 1)
         if source.sequence_multiple % sequence_multiple and worst > seq_length:
             raise ValueError(
-                f"packs made for sequences padded to {source.sequence_multiple} need not fit {seq_length} positions"
-                f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
-                f" {sequence_multiple}"
+                f"the packs were made for a sequence multiple of {source.sequence_multiple} and may not fit"
+                f" {seq_length} positions with a multiple of {sequence_multiple}: pack again with a sequence multiple"
+                f" of {sequence_multiple}"
             )
         check_media_options(media, ignore_media)
         if media is None:
             require_text(source.media_prefix or "", source.media_prefix is not None, ignore_media, CARRIED_BY)
         for name in columns:
             if name not in source.columns:
-                raise FormatError(f"columns: the source {no_column(name, source.columns)}; open its shards with it")
+                raise FormatError(
+                    f"columns: the source {no_column(name, source.columns)}; open its shards with this column"
+                )
         self.source, self.seq_length, self.sequence_multiple = source, seq_length, sequence_multiple
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
@@ -358,9 +363,13 @@ class BatchAssembler(Shown, Dataset[Tensors]):
             FormatError: batches do not have this column, or ``preprocess`` did not write it.
         """
         if all(column.name != "source" for column in self.columns):
-            raise FormatError("batches without the column source do not say which files they are from; ask for it")
+            raise FormatError(
+                "the batch has no column source, which gives the input file of each sequence; request it with columns="
+            )
         if self._files is None:
-            raise FormatError("column source: not two uint32 a sequence with a table of files, as preprocess writes it")
+            raise FormatError(
+                "column source: expected two uint32 per sequence and a table of files, as written by preprocess"
+            )
         return self._files.files
 
     @cached_property
@@ -395,7 +404,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         """
         out = out.head(len(segments.offsets) - 1)
         if out.layout != (layout := self.layout(out.layout.rows, seq_length)):
-            raise ValueError(f"buffers of {out.layout}, this assembler fills {layout}")
+            raise ValueError(f"the buffers have {out.layout}, but this assembler fills {layout}")
         arrays = out.arrays
         shards, slots = self._shards(segments)
         token_arrays, in_memory = self._token_arrays(shards), segments
@@ -464,13 +473,28 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         *,
         masked: NDArray[np.bool_] | None = None,
     ) -> Tensors:
-        """Make a batch with one row per pack, in ``out`` or in new memory; for ``masked``, see ``fill``.
+        """Make a batch with one row per pack.
+
+        Args:
+            packs: numbers of packs in the source [B].
+            out: the buffer to write into; None for new memory.
+            masked: rows that only fill up the batch, bool [B]; their loss mask is set to 0. None if there are none.
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
                 int32 [B], and with a sequence multiple above 1 also cu_seqlens_padded int32 [B, W]. Columns keep their
                 dtypes. Their shape is [B, S], [B, W - 1] or [B]; with w > 1 items per row, w is an additional last
                 dimension.
+
+        Example:
+            >>> from megatron_sft_idx.shard.shard_set import ShardSet
+            >>> from megatron_sft_idx.training.sources import StoredPacks
+            >>> batch = BatchAssembler(StoredPacks(ShardSet.open("data/chats")), seq_length=12).assemble([6])
+            >>> for name in ("tokens", "labels", "position_ids"):  # of three sequences and three positions of padding
+            ...     print(batch[name][0].tolist())
+            [60, 61, 62, 63, 64, 65, 66, 67, 68, 0, 0, 0]
+            [61, 0, 63, 64, 0, 66, 67, 68, 0, 0, 0, 0]
+            [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
         """
         segments = self.plan(packs)
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
@@ -523,7 +547,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
     def _put_whole(self, whole: WholeRows, out: Tensors) -> None:
         """Put whole rows into a batch that has only padding in their places."""
         if "labels" not in out:
-            raise ValueError(f"{self.form} batches of rows that come whole: they have no place for the last label")
+            raise ValueError(f"whole rows cannot be returned in {self.form} batches, which cannot store the last label")
         for row, shard, number in zip(*(column.tolist() for column in whole[:3]), strict=True):
             tokens, labels = whole.read(shard, number)
             out["tokens"][row], out["labels"][row] = tokens, labels
@@ -561,7 +585,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
                 by_pack = column.per == "pack"
                 numbers = segments.packs if by_pack else segments.sequences
                 if numbers is None:
-                    raise ValueError(f"column {column.name}: nothing says which {column.per}s of their shards they are")
+                    raise ValueError(f"column {column.name}: it is unknown which {column.per}s of the shards these are")
                 own = slots[segments.offsets[:-1]] if by_pack else slots
                 rows, starts = [arrays[index][:] for arrays in shards], numbers
             yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
@@ -570,7 +594,7 @@ class BatchAssembler(Shown, Dataset[Tensors]):
         """Return the arrays of the shards that are read, and for each sequence the position of its shard in them."""
         used, slots = in_slots(segments.shards, segments.used)
         if used and used[0] < 0:
-            raise ValueError(f"a sequence is said to lie in shard {used[0]}")
+            raise ValueError(f"shard {used[0]} of a sequence does not exist")
         return [self.source.arrays(shard) for shard in used], slots
 
 
@@ -627,7 +651,7 @@ class SourceFiles(NamedTuple):
         cells = np.repeat(np.arange(len(counts)), counts), in_pack, 0
         first, last = self.firsts[segments.shards], self.firsts[segments.shards + 1]
         if ((positions := first + values[cells]) >= last).any():
-            raise ValueError("column source names files that the table of its shard does not have")
+            raise ValueError("column source refers to files that are not in the table of its shard")
         values[cells] = self.numbers[positions]
 
 

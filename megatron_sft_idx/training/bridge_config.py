@@ -1,4 +1,4 @@
-"""Shards as the ``dataset`` of a configuration of Megatron-Bridge, 0.6 or later.
+"""Use shards as ``config.dataset`` of Megatron-Bridge, 0.6 or later.
 
 ``BridgePackedConfig`` is for text, ``BridgeVLMConfig`` for text with images.
 """
@@ -23,21 +23,23 @@ from megatron_sft_idx.training.vlm_batch import VLMPacks
 
 @dataclass(kw_only=True)
 class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards to train on and to validate on, as they are: ``config.dataset = BridgePackedConfig(path=..., ...)``.
+    """Data set configuration for text: ``config.dataset = BridgePackedConfig(path=..., seq_length=...)``.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
-        validation_path: the same of those to validate on; None does not validate.
-        seq_length: positions of a row, that of the model.
-        seed: of the order in which Bridge draws packs.
-        dataloader_type: ``"batch"`` shuffles each epoch; Bridge leaves out what is left of an epoch (or of the packs
-            to validate on) behind its last whole global batch.
-        enable_offline_packing, offline_packing_specs: as Bridge's own packed data has them; by these it knows that
-            every pipeline stage needs the boundaries. They are derived.
+        validation_path: the same for validation; None for no validation.
+        seq_length: number of positions in a row, the same as that of the model.
+        seed: seed of the order in which Bridge draws packs.
+        dataloader_type: ``batch`` shuffles each epoch. Bridge drops the packs after the last complete global batch of
+            an epoch, and of the validation packs.
+        enable_offline_packing: leave the default, from which Bridge knows that every pipeline stage needs boundaries.
+        offline_packing_specs: leave the default; its ``packed_sequence_size`` is set to ``seq_length``.
 
     Raises:
-        FormatError: when Bridge builds the data sets: as ``PackedShard``; or the run has context parallelism, for which
-            sequences have to be stored with padding (``convert --pad-seq-to-mult``).
+        FormatError: raised when Bridge builds the data sets, for example if packs are longer than ``seq_length``, if
+            shards hold preference pairs, images or audio, or if the run has context parallelism, for which sequences
+            must be stored with padding (``convert --pad-seq-to-mult``).
+        ShardNotFoundError: likewise; there is no such shard.
 
     Example:
         >>> from megatron.bridge.data.base import DatasetBuildContext
@@ -61,12 +63,13 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
         self.offline_packing_specs.packed_sequence_size = self.seq_length
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[PackedShard, PackedShard | None, None]:
-        """The data sets to train and to validate on; Bridge calls this on every rank."""
+        """Return the data sets for training and validation, and None; Bridge calls this on every rank."""
         context_parallel = getattr(context.pg_collection, "cp", None)
         if context_parallel is not None and context_parallel.size() > 1:
             raise FormatError(
-                f"{self.path}: with context parallelism, Megatron-Bridge wants sequences stored with padding, which"
-                " shards are not; make Parquet of them (convert --to parquet --pad-seq-to-mult, docs/bridge.md)"
+                f"{self.path}: with context parallelism, Megatron-Bridge needs sequences that are stored with padding,"
+                " but shards have none; convert them to Parquet (convert --to parquet --pad-seq-to-mult,"
+                " docs/bridge.md)"
             )
         train = self._packs(self.path, context)
         valid = None if self.validation_path is None else self._packs(self.validation_path, context)
@@ -81,28 +84,29 @@ class BridgePackedConfig(DatasetProvider):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
-    """Shards with images as they are, for ``megatron.bridge.training.vlm_step``.
+    """Data set configuration for text with images, for the step ``megatron.bridge.training.vlm_step``.
 
     Pass it as ``config.dataset``. Each micro-batch is one pack, in one row of ``seq_length`` positions, so the run's
     micro-batch size must be 1.
 
     Attributes:
         path: prefix, folder or glob of the shards to train on.
-        validation_path: the same for validation; None does not validate.
-        seq_length: positions of a row, as the model has it.
+        validation_path: the same for validation; None for no validation.
+        seq_length: number of positions in a row, the same as that of the model.
         processor: folder of the processor that the shards were made with.
         model_config: folder with the ``config.json`` of the model; None for the folder of the processor.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
-            parallel size under sequence parallelism. Shards need room for it (``--sequence-multiple``).
-        dataloader_type: ``cyclic`` shuffles the packs in each epoch, ``single`` takes them in order. Bridge's ``batch``
-            puts a global batch through one collate call and cuts it into rows again, which packed rows cannot be.
-        seed: not used by Bridge for either of these.
+            parallel size under sequence parallelism. Pack the shards with the same ``--sequence-multiple``.
+        dataloader_type: ``cyclic`` shuffles the packs in each epoch, ``single`` keeps their order. Bridge's ``batch``
+            is not supported: it collates a global batch at once and then divides it into rows, which is not possible
+            for packed rows.
+        seed: Bridge does not use it with these two values of ``dataloader_type``.
 
     Raises:
-        FormatError: when Bridge builds the data sets: ``dataloader_type`` is another one; shards hold preference pairs
-            or KTO labels, come from different tokenizers, or do not fit; ``sequence_multiple`` does not fit context
-            parallelism; or an error of ``MediaInputs``.
-        ValueError: the same: packs may not fit ``seq_length``.
+        FormatError: raised when Bridge builds the data sets: ``dataloader_type`` has another value; shards hold
+            preference pairs or KTO labels, or come from different tokenizers; ``sequence_multiple`` does not fit
+            context parallelism; or ``MediaInputs`` fails.
+        ValueError: likewise; packs may not fit ``seq_length``.
 
     Example:
         >>> from megatron.bridge.data.base import DatasetBuildContext
@@ -123,11 +127,11 @@ class BridgeVLMConfig(DatasetProvider):  # type: ignore[misc]
     dataloader_type: Literal["single", "cyclic"] | None = "cyclic"
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[VLMPacks, VLMPacks | None, None]:
-        """The data sets to train and to validate on; Bridge calls this on every rank."""
+        """Return the data sets for training and validation, and None; Bridge calls this on every rank."""
         if self.dataloader_type not in ("single", "cyclic"):
             raise FormatError(
-                f"dataloader_type {self.dataloader_type!r}: a micro-batch of packs with images is one row; use 'cyclic'"
-                " or 'single'"
+                f"dataloader_type {self.dataloader_type!r}: micro-batches of packs with images have one row; use"
+                " 'cyclic' or 'single'"
             )
         context_parallel = getattr(context.pg_collection, "cp", None)
         parts = 1 if context_parallel is None else context_parallel.size()

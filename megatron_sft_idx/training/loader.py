@@ -89,7 +89,10 @@ class BatchLoader(Shown):
         pin_memory: bool | None = None,
     ) -> None:
         if min(prefetch, keep) < 1 or ahead < 0:
-            raise ValueError(f"prefetch {prefetch} and keep {keep} are at least 1, ahead {ahead} at least 0")
+            raise ValueError(
+                f"prefetch {prefetch}, keep {keep}, ahead {ahead}: expected prefetch and keep of at least 1, ahead"
+                " of at least 0"
+            )
         self.assembler, self.batches = assembler, batches
         self.prefetch, self.ahead, self.keep, self.copy = prefetch, ahead, keep, copy
         self.pinned = pin_memory is not False and torch.cuda.is_available()
@@ -129,7 +132,9 @@ class BatchIterator(Shown, Iterator[Tensors]):
 
     def __next__(self) -> Tensors:
         if os.getpid() != self._pid:
-            raise RuntimeError("this iterator belongs to the process it was made in, of which this one is a fork")
+            raise RuntimeError(
+                "this iterator was made before this process was forked; make an iterator in each process"
+            )
         if not self._close.alive:
             raise StopIteration
         slot = self._line.ready.get()
@@ -175,7 +180,7 @@ class _Slot:
         return self._buffer
 
     def given_back(self) -> None:
-        """Note that the trainer has finished with the batch; copies to a GPU may still be running."""
+        """Record that the trainer has finished with the batch; copies to a GPU may still be running."""
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -184,7 +189,7 @@ class _Slot:
 class _Line(NamedTuple):
     """The queues by which slots circulate between the thread and the trainer.
 
-    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` tells the thread to end.
+    ``ready`` ends with None, or with the error that ended the thread. None in ``free`` stops the thread.
     """
 
     free: SimpleQueue[_Slot | None]

@@ -39,7 +39,7 @@ def _column(batch: Tensors, name: str) -> Tensor:
     """Return a column of a batch. FormatError: the batch does not have it."""
     if name not in batch:
         columns = [key for key in batch if key not in RESERVED_NAMES]
-        raise FormatError(f"batch: {no_column(name, columns)}; ask for it in columns")
+        raise FormatError(f"batch: {no_column(name, columns)}; request it with columns=")
     return batch[name]
 
 
@@ -68,7 +68,7 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
     """Return for each file the weighted sum of its losses and the sum of the weights, float64 [count, 2].
 
     Args:
-        losses: the loss of each position.
+        losses: the loss of each position, [B, S] or any other shape.
         loss_mask: the weight of each position, in the same order; its shape may differ.
         files: the result of ``files_of``, in the same order.
         count: number of files.
@@ -88,6 +88,10 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
 
 def mean_by_file(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Return the mean loss of each file that was trained on, by its name.
+
+    Args:
+        sums: the results of ``sums_by_file``, added over micro-batches, steps or ranks: [files, 2].
+        names: the name of each file.
 
     Example:
         >>> sums = torch.tensor([[5.0, 2.0], [4.0, 1.0], [0.0, 0.0]])  # from sums_by_file
@@ -206,8 +210,8 @@ def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tens
     if bool((trained & ~paired).any()):
         row, at = (trained & ~paired).nonzero()[0].tolist()
         raise FormatError(
-            f"row {row}: sequence {at} (pair {int(number[row, at])}) is not next to its partner; pack by pairs:"
-            " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
+            f"row {row}: sequence {at} (pair {int(number[row, at])}) is not next to its partner; keep pairs together"
+            " in packs: pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
         )
     whole &= trained[:, :-1] | trained[:, 1:]  # pairs in rows that only fill up the batch do not count
     rewards = beta * (own - reference)
@@ -378,7 +382,7 @@ def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[
         if value.device != ids.device:
             raise FormatError(f"{shown}: on {value.device}, input_ids on {ids.device}; move them to one device")
     if weights.shape != ids.shape:
-        raise FormatError(f"batch: loss_weights: shape {[*weights.shape]}, input_ids have {[*ids.shape]}")
+        raise FormatError(f"batch: loss_weights: shape {[*weights.shape]}, input_ids: {[*ids.shape]}")
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise FormatError(f"{name}: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
     is_trained = weights[:, 1:] != 0
@@ -387,8 +391,8 @@ def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[
         lowest, highest = _range_of(labels)
         if not 0 <= lowest <= highest < logits.shape[2]:
             raise FormatError(
-                f"{name}: a vocabulary of {logits.shape[2]}, input_ids from {lowest} to {highest} are trained on; take"
-                " the model and the tokenizer that belong together"
+                f"{name}: a vocabulary of {logits.shape[2]}, but input_ids from {lowest} to {highest} are trained on;"
+                " use the tokenizer that belongs to the model"
             )
     # Convert only the needed logits: the logits of all positions are the largest tensor of a step.
     predicted = logits[:, :-1][is_trained]
@@ -410,7 +414,10 @@ def _sequence_sums(name: str, logits: Tensor, batch: Mapping[str, Any], count: i
         lowest, highest = _range_of(numbers) if len(numbers) else (0, count - 1)
         is_of_batch = 0 <= lowest <= highest < count
     if not is_of_batch:
-        raise FormatError(f"batch: pair has {count} sequences, input_ids have others; take a batch as collate makes it")
+        raise FormatError(
+            f"batch: pair has {count} sequences, but input_ids have a different number; use a batch from collate"
+            " unchanged"
+        )
     sums = logp.new_zeros(count).index_add(0, numbers, logp * weights)
     trained = torch.zeros(count, dtype=torch.bool, device=weights.device).index_fill(0, numbers, True)
     return sums, trained

@@ -1,14 +1,13 @@
-"""Images and audio in batches: what a batch carries of them, and the tensors that a model takes.
+"""Images and audio in batches: *media steps* turn them into model inputs.
 
-Whatever makes batches takes a *media step*, which is given the images and recordings of each batch and says what is
-added to it. It is called where the batch is made: in the thread of a ``BatchLoader``, or in a worker of a
-``DataLoader``. There are two:
+A media step is a function that gets the images and recordings of a batch and returns entries to add to the batch. It
+runs where the batch is made: in the thread of a ``BatchLoader``, or in a worker of a ``DataLoader``. There are two:
 
-- ``MediaInputs`` decodes the files and has the model's own processor make tensors of them, such as ``pixel_values``;
-- ``keep_items`` leaves all that to the trainer, and adds the encoded files.
+- ``MediaInputs`` decodes the files and runs the model's own processor, which returns tensors such as ``pixel_values``.
+- ``keep_items`` adds the encoded files, for trainers that process them.
 
-Models look for the features of images and of recordings at the placeholder tokens of each kind, from the first row to
-the last. Items are therefore given in the order of rows, and in a row by position.
+Models assign the features of images and of recordings to the placeholder tokens of each kind, from the first row to
+the last. A media step therefore gets the items in the order of rows, and within a row by position.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media_layout import Kind, MediaItem
 from megatron_sft_idx.lines import Shown, shown_by_fields
 
-# The numbers that processors of transformers mark positions of images and of audio with (mm_token_type_ids).
+# The numbers with which processors of transformers mark the positions of images and audio (mm_token_type_ids).
 _TYPE_IDS: Final[dict[Kind, int]] = {"image": 1, "audio": 3}
-# What a processor makes of the text, which a batch has already.
+# Outputs of a processor for the text, which are already in the batch.
 _TEXT_OUTPUTS: Final = (
     "input_ids",
     "attention_mask",
@@ -47,7 +46,7 @@ _TEXT_OUTPUTS: Final = (
     "text_replacement_offsets",
 )
 _MOST_THREADS: Final = 8
-# Kinds of layers that keep the sequences of a row apart by their positions.
+# Kinds of layers in which position_ids keep attention from crossing sequences.
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -59,10 +58,10 @@ class BatchItem(MediaItem):
     Attributes:
         kind: ``image`` or ``audio``.
         start: its first position in the row.
-        length: how many positions its placeholder tokens take.
-        data: the encoded file, a read-only view; ``bytes`` where it came from another process.
+        length: number of positions of its placeholder tokens.
+        data: the encoded file, as a read-only view; ``bytes`` if it came from another process.
         row: the row of the batch.
-        sequence: the number of its sequence, counted from 0 through all rows of the batch.
+        sequence: the number of its sequence, counted from 0 over all rows of the batch.
     """
 
     row: int
@@ -71,15 +70,15 @@ class BatchItem(MediaItem):
 
 @shown_by_fields
 class MediaBatch(NamedTuple):
-    """What a media step is given.
+    """The argument of a media step: the sequences of a batch, and its images and recordings.
 
     Attributes:
-        tokens: ids, [rows, positions].
+        tokens: token ids, int64 or int32 [rows, positions].
         position_ids: position of each token in its sequence, int64 [rows, positions].
         rows: the row of each sequence, int64 [sequences].
-        starts: its first position in that row, int64 [sequences].
-        lengths: how many tokens it has, int64 [sequences].
-        items: the images and recordings, by row and position.
+        starts: the first position of each sequence in its row, int64 [sequences].
+        lengths: the number of tokens of each sequence, int64 [sequences].
+        items: the images and recordings, ordered by row and position.
 
     Example:
         >>> from megatron_sft_idx import as_torch
@@ -99,35 +98,35 @@ class MediaBatch(NamedTuple):
     items: list[BatchItem]
 
 
-# What is added to a batch, by name.
+# A function that returns the entries to add to a batch, by name.
 MediaStep: TypeAlias = Callable[[MediaBatch], dict[str, Any]]
 
 
 def check_media_options(media: Any, ignore_media: bool) -> None:
-    """FormatError unless ``media`` is None or a media step, and at most one of the two options is given."""
+    """Raise FormatError unless ``media`` is None or a media step, and at most one of the two options is given."""
     if media is None:
         return
     if ignore_media:
-        raise FormatError("media and ignore_media exclude each other: batches carry images and audio, or they do not")
+        raise FormatError("media and ignore_media cannot be combined: batches either contain images and audio, or not")
     if isinstance(media, type) or not callable(media) or hasattr(media, "from_pretrained"):
         raise FormatError(f"media: {brief(media)}, expected MediaInputs(FOLDER), keep_items or another media step")
 
 
 def run_step(step: MediaStep, batch: MediaBatch, taken: Iterable[str]) -> dict[str, Any]:
-    """Run a media step. FormatError: it does not return a dictionary, or replaces something that the batch has.
+    """Run a media step. FormatError: it does not return a dictionary, or returns a name that the batch already has.
 
-    ``taken`` are the names that the batch has.
+    ``taken`` are the names in the batch.
     """
     made = step(batch)
     if not isinstance(made, dict):
         raise FormatError(f"media: the step returned {brief(made)}, expected a dictionary")
     if replaced := sorted(made.keys() & {*taken}):
-        raise FormatError(f"media: the step returned {replaced[0]!r}, which the batch has already; rename it")
+        raise FormatError(f"media: the step returned {replaced[0]!r}, which is already in the batch; rename it")
     return made
 
 
 def keep_items(batch: MediaBatch) -> dict[str, Any]:
-    """A media step that adds the encoded files: ``media``, a list of ``BatchItem``.
+    """Media step that adds the encoded files to the batch: ``media``, a list of ``BatchItem``.
 
     Example:
         >>> from megatron_sft_idx import as_torch
@@ -141,10 +140,11 @@ def keep_items(batch: MediaBatch) -> dict[str, Any]:
 def text_positions(
     shape: Sequence[int], rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> Tensor:
-    """``MediaBatch.position_ids`` of a batch [rows, positions] that has none; 0 outside of sequences.
+    """Return ``MediaBatch.position_ids`` for a batch of this shape, [rows, positions]; 0 outside of sequences.
 
-    >>> text_positions((1, 6), np.array([0, 0]), np.array([0, 3]), np.array([3, 2])).tolist()
-    [[0, 1, 2, 0, 1, 0]]
+    Example:
+        >>> text_positions((1, 6), np.array([0, 0]), np.array([0, 3]), np.array([3, 2])).tolist()
+        [[0, 1, 2, 0, 1, 0]]
     """
     positions = torch.zeros(tuple(shape), dtype=torch.int64)
     for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
@@ -153,27 +153,28 @@ def text_positions(
 
 
 class MediaInputs(Shown):
-    """A media step that makes what a model of transformers takes, by the processor of the model.
+    """Media step that makes the inputs of a transformers model with the model's own processor.
 
-    Images are decoded upright and in RGB, recordings in one channel at the rate of the processor, as transformers
-    loads them. What the processor makes of them is added to the batch under its own names: ``pixel_values``,
-    ``image_grid_thw``, ``input_features`` and so on. A batch without images and recordings has none of these.
+    Images are decoded upright and in RGB, recordings as one channel at the sampling rate of the processor, like in
+    transformers. The outputs of the processor are added to the batch under their own names, such as ``pixel_values``,
+    ``image_grid_thw`` or ``input_features``. Batches without images and recordings do not have these entries.
 
-    If the model counts positions in three dimensions (M-RoPE, as Qwen-VL does), batches also have
-    ``mrope_position_ids`` int64 [3, rows, positions]. In a sequence with images or audio they are the result of the
-    model's ``get_rope_index`` for this sequence, and text positions everywhere else. ``as_torch`` puts them into
+    If the model counts positions in three dimensions (M-RoPE, as in Qwen-VL), batches also have
+    ``mrope_position_ids`` int64 [3, rows, positions]. For a sequence with images or audio, they are the result of the
+    model's ``get_rope_index`` for this sequence; everywhere else they are text positions. ``as_torch`` puts them into
     ``position_ids``.
 
     Args:
-        processor: folder of the processor that the shard was made with (``--processor``), or the processor.
-        model_config: folder or configuration of the model; None for the ``config.json`` in the folder of the processor.
-        threads: how many files are decoded at once, which takes most of the time. None is the number of processors, up
-            to 8, and 1 in workers of a ``DataLoader``.
+        processor: folder of the processor that the shard was made with (``--processor``), or the processor itself.
+        model_config: folder or configuration of the model; None for the ``config.json`` in the processor's folder.
+        threads: number of files to decode at once; decoding takes most of the time. None for the number of CPUs, at
+            most 8, or 1 in workers of a ``DataLoader``.
 
     Raises:
-        FormatError: transformers, pillow or soundfile is missing; there is no such processor or configuration; or the
-            model takes something for each token that cannot be given here. For a batch: the processor makes of an item
-            another number of positions than the shard has for it, or a file cannot be decoded.
+        FormatError: transformers, pillow or soundfile is missing; the processor or configuration does not exist; or
+            the model needs inputs per token that cannot be made here. Calling it for a batch raises FormatError if a
+            file cannot be decoded, or if the processor expands an item to another number of positions than the shard
+            has for it.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -209,14 +210,14 @@ class MediaInputs(Shown):
 
     @property
     def _pool(self) -> ThreadPoolExecutor:
-        """The thread pool of this process; a fork does not inherit the threads of its parent."""
+        """Return the thread pool of this process. A forked process does not inherit the threads of its parent."""
         if self._pool_of is None or self._pool_of[0] != os.getpid():
             threads = self.threads or (1 if get_worker_info() else min(os.cpu_count() or 1, _MOST_THREADS))
             self._pool_of = os.getpid(), ThreadPoolExecutor(threads, thread_name_prefix="media")
         return self._pool_of[1]
 
     def __call__(self, batch: MediaBatch) -> dict[str, Any]:
-        """The tensors of a batch, by name. FormatError: see the class."""
+        """Return the tensors to add to a batch, by name. FormatError: see the class."""
         made: dict[str, Any] = self._tensors(batch) if batch.items else {}
         self._require_no_other_placeholders(batch)
         if self._loaded.rope_index is not None:
@@ -224,7 +225,7 @@ class MediaInputs(Shown):
         return made
 
     def _tensors(self, batch: MediaBatch) -> dict[str, Any]:
-        """Return what the processor makes of all images and recordings in a batch, by name."""
+        """Return the outputs of the processor for all images and recordings of a batch, by name."""
         loaded, given = self._loaded, dict[str, Any]()
         decoded = list(self._pool.map(self._decoded, batch.items))
         for kind, name in (("image", "images"), ("audio", "audio")):
@@ -232,7 +233,7 @@ class MediaInputs(Shown):
                 given[name] = of_kind
         if "audio" in given:
             given["sampling_rate"] = loaded.sampling_rate
-        # The placeholders are given too, so that the processor tells how many positions it means for each item.
+        # With placeholders in the text, the processor also returns the number of positions of each item.
         text = "".join(loaded.placeholders[item.kind] for item in batch.items)
         try:
             made = loaded.processor(
@@ -244,30 +245,34 @@ class MediaInputs(Shown):
             )
             replaced, num_tokens = made["text_replacement_offsets"][0], len(made["input_ids"][0])
         except Exception as error:  # whatever its own code raises
-            raise FormatError(f"{loaded.name} does not take the items of a batch: {brief(str(error))}") from error
+            raise FormatError(f"{loaded.name} rejects the items of a batch: {brief(str(error))}") from error
         self._require_same_positions(batch, replaced)
         tensors = {name: values for name, values in made.items() if name not in _TEXT_OUTPUTS}
         for name, values in tensors.items():
             is_whole = isinstance(values, Tensor) and not values.is_floating_point()
             if is_whole and values.shape[:2] == (1, num_tokens):
-                raise FormatError(f"{loaded.name} makes {name} for each token of a text, which batches cannot have")
+                raise FormatError(
+                    f"{loaded.name} returns {name} for each token of a text, which batches do not support"
+                )
         return tensors
 
     def _decoded(self, item: BatchItem) -> Any:
         if item.kind not in self._loaded.placeholders:
-            raise FormatError(f"{self._loaded.name} takes no {item.kind}; take the processor of the shard")
+            raise FormatError(
+                f"{self._loaded.name} does not support {item.kind}; use the processor that the shard was made with"
+            )
         try:
             if item.kind == "image":
                 return decoded_image(item.data)
             return decoded_recording(item.data, self._loaded.sampling_rate)
         except ValueError as error:
             raise FormatError(
-                f"{item.kind} at position {item.start} of row {item.row}: {error}; verify --full finds files that were"
-                " damaged since the shard was made"
+                f"{item.kind} at position {item.start} of row {item.row}: {error}; find files that were damaged since"
+                " the shard was made with verify --full"
             ) from None
 
     def _require_no_other_placeholders(self, batch: MediaBatch) -> None:
-        """FormatError if a sequence has a placeholder token that belongs to no image or recording."""
+        """Raise FormatError if a sequence has a placeholder token that belongs to no image or recording."""
         kinds = {
             number: kind
             for kind, placeholder in self._loaded.placeholders.items()
@@ -284,15 +289,15 @@ class MediaInputs(Shown):
                 position = start + int(found[0])
                 kind = kinds[int(batch.tokens[row, position])]
                 raise FormatError(
-                    f"position {position} of row {row}: {self._loaded.placeholders[kind]!r}, at which the model looks"
-                    f" for {kind}, and none is there: a text spells it, as with --allow-control-tokens; tokenize it"
-                    " without, or leave it out"
+                    f"position {position} of row {row}: the placeholder {self._loaded.placeholders[kind]!r} has no"
+                    f" {kind}, because the text contains it (possible with --allow-control-tokens); tokenize the row"
+                    " without that option, or leave it out"
                 )
 
     def _require_same_positions(self, batch: MediaBatch, replaced: Sequence[Mapping[str, Any]]) -> None:
-        """FormatError if the processor makes another number of positions of an item than the shard has for it."""
+        """Raise FormatError if the processor produces more or fewer positions for an item than the shard has."""
         if len(replaced) != len(batch.items):
-            raise FormatError(f"{self._loaded.name} replaced {len(replaced)} placeholders of {len(batch.items)}")
+            raise FormatError(f"{self._loaded.name} replaced only {len(replaced)} of {len(batch.items)} placeholders")
         for item, each in zip(batch.items, replaced, strict=True):
             ids = self._loaded.ids[item.kind]
             own = batch.tokens[item.row, item.start : item.start + item.length]
@@ -300,8 +305,8 @@ class MediaInputs(Shown):
             expected = sum(each["replacement"].count(token) for token in ids.values())
             if found != expected or not found:
                 raise FormatError(
-                    f"{item.kind} at position {item.start} of row {item.row}: {self._loaded.name} makes {expected}"
-                    f" positions of it, the shard has {found}; take the processor that the shard was made with"
+                    f"{item.kind} at position {item.start} of row {item.row}: {self._loaded.name} expands it to"
+                    f" {expected} positions, but the shard has {found}; use the processor that the shard was made with"
                 )
 
     def _mrope(self, batch: MediaBatch, made: Mapping[str, Any]) -> Tensor:
@@ -327,13 +332,13 @@ class MediaInputs(Shown):
 
 
 class _Loaded(NamedTuple):
-    """A processor of transformers, and what its model needs.
+    """A processor of transformers, and the needs of its model.
 
     Attributes:
         processor: the processor.
-        placeholders: the token of each kind that it replaces in texts.
-        ids: of each kind the tokens at which the model looks for features, by id.
-        rope_index: ``get_rope_index`` of the model; None where positions have one dimension.
+        placeholders: for each kind, the token that it replaces in texts.
+        ids: for each kind, the tokens that stand for features of the model, by id.
+        rope_index: ``get_rope_index`` of the model; None if positions have one dimension.
     """
 
     processor: Any
@@ -347,12 +352,12 @@ class _Loaded(NamedTuple):
 
     @property
     def sampling_rate(self) -> int:
-        """Samples a second of the recordings that it takes."""
+        """The sampling rate in Hz that the processor expects."""
         return int(audio_part(self.processor).sampling_rate)
 
     @classmethod
     def of(cls, processor: Any, config: Any) -> _Loaded:
-        """FormatError: see ``MediaInputs``."""
+        """Load a processor and the configuration of its model. Raises FormatError as described for ``MediaInputs``."""
         try:
             import transformers
         except ImportError as error:
@@ -360,8 +365,8 @@ class _Loaded(NamedTuple):
         if config is None:
             if not isinstance(processor, (str, os.PathLike)) or not (Path(processor) / "config.json").is_file():
                 raise FormatError(
-                    f"{brief(processor)}: no folder with a config.json of the model, which says how positions are"
-                    " counted; pass model_config=FOLDER of the model, or its configuration"
+                    f"{brief(processor)}: no config.json of the model in this folder, which is needed to count"
+                    " positions; pass model_config=FOLDER of the model, or its configuration"
                 )
             config = processor
         if isinstance(processor, (str, os.PathLike)):
@@ -370,7 +375,7 @@ class _Loaded(NamedTuple):
             config = load_from_folder("configuration", transformers.AutoConfig, os.fspath(config))
         placeholders = placeholders_of(processor)
         if not placeholders:
-            raise FormatError(f"{type(processor).__name__}: takes neither images nor audio")
+            raise FormatError(f"{type(processor).__name__}: supports neither images nor audio")
         ids = {kind: _feature_tokens(processor, kind, token) for kind, token in placeholders.items()}
         model = _model_class(transformers, config)
         _require_known_inputs(model)
@@ -379,10 +384,10 @@ class _Loaded(NamedTuple):
         return cls(processor, placeholders, ids, _rope_index(model, config))
 
     def positions(self, known: Mapping[str, Any]) -> Tensor:
-        """What the model says are the positions of sequences, int64 [sequences, 3, tokens].
+        """Return the model's positions for sequences, int64 [sequences, 3, tokens].
 
         Args:
-            known: what its function may ask for, by name.
+            known: arguments for ``get_rope_index``, by name. Arguments that it does not take are left out.
         """
         assert self.rope_index is not None
         wanted = inspect.signature(self.rope_index).parameters
@@ -392,22 +397,24 @@ class _Loaded(NamedTuple):
             if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in known
         ]
         if missing:
-            raise FormatError(f"get_rope_index of the model asks for {missing[0]}, which is not known here")
+            raise FormatError(f"get_rope_index of the model needs {missing[0]}, which is not supported")
         try:
             found = self.rope_index(**{name: known[name] for name in wanted if name in known})[0]
         except Exception as error:  # whatever its own code raises
             raise FormatError(
                 f"get_rope_index of the model fails with {', '.join(name for name in wanted if name in known)}, which"
-                f" are all that is known here: {brief(str(error))}"
+                f" are all supported arguments: {brief(str(error))}"
             ) from error
         if found.ndim != 3 or len(found) != 3:
-            raise FormatError(f"get_rope_index of the model gives positions {[*found.shape]}, expected [3, ...]")
+            raise FormatError(
+                f"get_rope_index of the model returned positions of shape {[*found.shape]}, expected [3, ...]"
+            )
         by_sequence: Tensor = found.transpose(0, 1)
         return by_sequence
 
 
 def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, str]:
-    """The tokens at which a model looks for features, by id; those of the placeholder where nothing else is said."""
+    """Return the tokens at which a model inserts features, by id. By default this is the placeholder."""
     tokenizer = processor.tokenizer
     numbers = [number for number in getattr(processor, f"{kind}_token_ids", None) or () if isinstance(number, int)]
     numbers = numbers or [int(tokenizer.convert_tokens_to_ids(placeholder))]
@@ -415,36 +422,37 @@ def _feature_tokens(processor: Any, kind: Kind, placeholder: str) -> dict[int, s
 
 
 def _require_known_inputs(model: Any) -> None:
-    """FormatError where the attention of a model depends on the type of each token, which it takes as an argument.
+    """Raise FormatError if a model's attention depends on the type of each token (``mm_token_type_ids``).
 
-    In transformers 5.24 the sliding layers of such a model look up these types at the wrong positions of packed rows.
-    Models with ``get_rope_index`` take ``mm_token_type_ids`` for nothing but that function.
+    In transformers 5.24, sliding layers of such models look up these types at wrong positions of packed rows. Models
+    with ``get_rope_index`` use ``mm_token_type_ids`` only in that function.
     """
     taken = inspect.signature(model.forward).parameters
     names = ["token_type_ids"] if hasattr(model, "get_rope_index") else ["token_type_ids", "mm_token_type_ids"]
     if found := [name for name in names if name in taken]:
         raise FormatError(
-            f"{model.__name__}: its attention is not causal inside images, which it is told by {found[0]}; packed rows"
-            " cannot say that, so such models are not trained here"
+            f"{model.__name__}: its attention is not causal inside images (it needs {found[0]}), which packed rows"
+            " cannot express; such models are not supported"
         )
 
 
 def _require_attention(config: Any) -> None:
-    """FormatError where layers are not attention: transformers does not keep the sequences of a row apart in these."""
+    """Raise FormatError if a model has layers other than attention, where transformers mixes the sequences of a row."""
     text = config.get_text_config()
     others = sorted({*(getattr(text, "layer_types", None) or ())} - _ATTENTION)
     others += [name for name in vars(text) if name.startswith("mamba")][:1]
     if others:
         raise FormatError(
-            f"{type(config).__name__}: has {others[0]}, and in such layers of transformers the sequences of a packed"
-            " row would see each other; such models are not trained here"
+            f"{type(config).__name__}: has layers of the type {others[0]}, in which the sequences of a packed row"
+            " would see each other in transformers; such models are not supported"
         )
 
 
 def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> None:
-    """FormatError where a model takes nothing of what a processor makes of images, or of recordings.
+    """Raise FormatError if a model takes none of the processor's tensors for images, or none for recordings.
 
-    Such is a language model that was meant to be the model around it. Positions would be counted as it counts them.
+    This happens if the language model inside a multimodal model was passed instead of the whole model. Its way of
+    counting positions would be used without an error.
     """
     taken = inspect.signature(model.forward).parameters
     for kind in kinds:
@@ -452,13 +460,13 @@ def _require_own_model(processor: Any, kinds: Sequence[Kind], model: Any) -> Non
         names = getattr(part, "model_input_names", [])
         if names and not any(name in taken for name in names):
             raise FormatError(
-                f"{model.__name__} takes no {names[0]}, which {type(processor).__name__} makes; pass the configuration"
-                " of the model that the processor belongs to, of Qwen-Omni its thinker_config"
+                f"{model.__name__} does not accept {names[0]}, which {type(processor).__name__} returns; pass the"
+                " configuration of the model that the processor belongs to (for Qwen-Omni, its thinker_config)"
             )
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """The class of a model. FormatError: transformers has none for the configuration."""
+    """Return the class of a model. Raise FormatError if transformers has none for the configuration."""
     mappings = ("MODEL_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
     found = [mapping[type(config)] for name in mappings if type(config) in (mapping := getattr(transformers, name, {}))]
     if not found:
@@ -467,7 +475,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def _rope_index(model: Any, config: Any) -> Callable[..., Any] | None:
-    """The function of a model that counts positions in three dimensions, of a model without weights; None for none."""
+    """Return ``get_rope_index`` of a model created without weights, or None if it has none."""
     if not hasattr(model, "get_rope_index"):
         return None
     with torch.device("meta"):

@@ -50,7 +50,7 @@ FIELDS = {
 
 # Arguments with the shards of a single split.
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
-_NAMES_SHARDS = "names shards and their weights"
+_NAMES_SHARDS = "selects shards and their weights"
 LOOKED_AT = {
     **dict.fromkeys(
         ("data_path", "data_args_path", *PER_SPLIT),
@@ -61,17 +61,17 @@ LOOKED_AT = {
     "sequence_parallel": "as --tensor-model-parallel-size",
     "context_parallel_size": "sequences are padded to a multiple of twice as many",
     "dynamic_context_parallel": "sequences are padded for all ranks that may share one",
-    "pipeline_model_parallel_size": "compared with what the release can",
-    "micro_batch_size": "compared with what the release can",
+    "pipeline_model_parallel_size": "compared with what the release supports",
+    "micro_batch_size": "compared with what the release supports",
     "eval_micro_batch_size": "compared with --micro-batch-size",
     "eval_iters": "decides whether a validation split is needed",
     "start_eval_at_iter": "decides whether a validation split is needed",
     "skip_train": "decides whether a training split is needed",
     "sft": "needed",
-    "dataloader_inter_document_masking": "refused with pretraining data; chats come with their boundaries anyway",
-    "create_attention_mask_in_dataloader": "has to be off",
+    "dataloader_inter_document_masking": "rejected with pretraining data; chats always have boundaries",
+    "create_attention_mask_in_dataloader": "must be off",
     "calculate_per_token_loss": "needed",
-    "hybrid_context_parallel": "refused: it loses sequences",
+    "hybrid_context_parallel": "rejected: it loses sequences",
     "sequence_packing_scheduler": "single sequences instead of packs",
     "use_varlen_dataset": "single sequences instead of packs",
     "max_seqlen_per_dp_cp_rank": "compared with --seq-length",
@@ -95,17 +95,15 @@ class Refused(NamedTuple):
     flag: str | None = None
 
 
-_FIM = "is for --fim-data, which cuts texts apart to train on their middle: packs have no place for that; leave it out"
-_BERT = "is for BERT's data sets, which packs are not; leave it out"
-_MADE_UP = "describes made-up rows; leave it out, and name shards with --data-path"
+_FIM = "is for --fim-data, which splits texts to train on their middle; packs do not support that, so leave it out"
+_BERT = "is for BERT datasets; leave it out"
+_MADE_UP = "is for mock data; leave it out, and pass shards with --data-path"
 _FORMATTED = (
-    "would not be used: chats got their form when their shard was made; leave it out, and see"
-    " megatron-sft-idx preprocess --chat-template"
+    "has no effect, because chats were formatted when their shard was made; leave it out, and see megatron-sft-idx"
+    " preprocess --chat-template"
 )
 REFUSED = {
-    "fim_data": Refused(
-        False, "cuts texts apart to train on their middle, for which packs have no place; leave it out"
-    ),
+    "fim_data": Refused(False, "splits texts to train on their middle, which packs do not support; leave it out"),
     "fim_rate": Refused(0.5, _FIM),
     "fim_spm_rate": Refused(0.5, _FIM),
     "fim_split_sample": Refused(None, _FIM),
@@ -117,38 +115,39 @@ REFUSED = {
     "fim_pad_token": Refused("<fim_pad>", _FIM),
     "fim_eod_token": Refused("<|endoftext|>", _FIM),
     "eod_mask_loss": Refused(
-        False, "would take ends of turns out of the loss; leave it out: the masks of shards are final"
+        False, "would remove ends of turns from the loss; leave it out: the masks of shards are final"
     ),
-    "reset_position_ids": Refused(False, "is not needed: positions begin at 0 in every sequence; leave it out"),
-    "reset_attention_mask": Refused(False, "is not needed: attention ends with every sequence; leave it out"),
+    "reset_position_ids": Refused(False, "is not needed, because positions begin at 0 in every sequence; leave it out"),
+    "reset_attention_mask": Refused(False, "is not needed, because attention never crosses sequences; leave it out"),
     "dataloader_type": Refused(
         "single",
-        "does not take rows one after the other, so that a resumed run repeats some; leave it out: every epoch is"
-        " shuffled anyway",
+        "does not read rows in order, so a resumed run would repeat some; leave it out: every epoch is shuffled anyway",
     ),
     "data_sharding": Refused(
         True, "is for --dataloader-type cyclic, which repeats rows; leave it out", "--no-data-sharding"
     ),
     "varlen_sbhd_validation": Refused(
-        False, "validates on rows of another layout than single sequences have; leave it out"
+        False, "validates on rows with a different layout than single sequences; leave it out"
     ),
-    "mock_data": Refused(False, "trains on made-up rows; leave it out, and name shards with --data-path"),
+    "mock_data": Refused(False, "trains on mock data; leave it out, and pass shards with --data-path"),
     "sft_mock_dataset_config_json": Refused(None, _MADE_UP),
     "varlen_mock_dataset_config_json": Refused(None, _MADE_UP),
     "sft_tokenizer_prompt_format": Refused("nemotron-h-aligned", _FORMATTED),
     "chat_template": Refused(None, _FORMATTED),
-    "sample_rate": Refused(1.0, "is not used by any data set of Megatron; weights of a blend say how often rows come"),
+    "sample_rate": Refused(
+        1.0, "is not used by any dataset of Megatron; use the weights of a blend to control how often rows are used"
+    ),
     "mask_prob": Refused(0.15, _BERT),
     "short_seq_prob": Refused(0.1, _BERT),
-    "data_per_class_fraction": Refused(1.0, "is for images in classes; leave it out"),
-    "decoder_seq_length": Refused(None, "is for models with an encoder and a decoder; give --seq-length"),
+    "data_per_class_fraction": Refused(1.0, "is for image classification; leave it out"),
+    "decoder_seq_length": Refused(None, "is for encoder-decoder models; use --seq-length"),
 }
 
-_TOKENIZER = "Megatron's tokenizer, which rows do not pass through: shards hold token ids"
-_VOCABULARY = "the size of the model's vocabulary, with which that of the shards is compared"
-_LOADER = "the DataLoader, whatever its data set"
-_LOOP = "the loop of training and evaluation, whatever its data set"
-_BATCHES = "how many rows a step takes; their order is the same"
+_TOKENIZER = "Megatron's tokenizer, which is not used for rows, because shards contain token ids"
+_VOCABULARY = "the size of the model's vocabulary, compared with the vocabulary of the shards"
+_LOADER = "the DataLoader of any dataset"
+_LOOP = "the training and evaluation loop of any dataset"
+_BATCHES = "the number of rows per step; their order is the same"
 ELSEWHERE = {
     **dict.fromkeys(("vocab_size", "pad_vocab_size", "make_vocab_size_divisible_by"), _VOCABULARY),
     **dict.fromkeys(
@@ -178,8 +177,8 @@ ELSEWHERE = {
         _BATCHES,
     ),
     "encoder_seq_length": "another name of --seq-length, which Megatron sets from it",
-    "allow_ambiguous_pad_tokens": "which padding the tokenizer marks; here the loss masks of shards say that",
-    "per_dataset_sequences_path": "how many documents .idx files hold; the headers of shards say that",
+    "allow_ambiguous_pad_tokens": "which padding tokens to mask; the loss masks of shards already do that",
+    "per_dataset_sequences_path": "the number of documents in .idx files; the headers of shards have it",
 }
 
 # ---- errors ----
@@ -210,9 +209,9 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     split, per_split = getattr(args, "split", None), [name for name in PER_SPLIT if getattr(args, name, None)]
     if split and per_split:
         named = per_split[0].replace("_", "-")
-        yield f"--split {split} divides the paths of --data-path, and --{named} is given; leave one of them out"
+        yield f"--split {split} applies to --data-path, but --{named} is also given; leave one of them out"
     if getattr(args, "multiple_validation_sets", False) and not getattr(args, "full_validation", False):
-        yield "--multiple-validation-sets: Megatron has it with --full-validation alone; add that"
+        yield "--multiple-validation-sets: Megatron only supports it together with --full-validation; add that"
 
 
 def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
@@ -225,66 +224,66 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
     scheduled, rows = is_scheduled(args), of("micro_batch_size", 1)
     if not of("sft", True) and not scheduled and release >= (0, 17):
         yield (
-            "--sft is missing: without it Megatron does not hand the boundaries of sequences to every rank, and"
-            " sequences of a row see each other there; add --sft"
+            "--sft is missing: without it, Megatron does not pass the sequence boundaries to every rank, so sequences"
+            " of a row would see each other; add --sft"
         )
     if of("create_attention_mask_in_dataloader", False):
         yield (
-            "--no-create-attention-mask-in-dataloader is missing: with tensor parallelism Megatron waits for ever for"
-            " a mask that rows with boundaries do not have; add --no-create-attention-mask-in-dataloader"
+            "--no-create-attention-mask-in-dataloader is missing: with tensor parallelism, Megatron hangs waiting for"
+            " an attention mask that packed rows do not have; add --no-create-attention-mask-in-dataloader"
         )
     if not of("calculate_per_token_loss", True):
         yield (
-            "--calculate-per-token-loss is missing: every micro-batch would weigh the same, however few tokens it"
-            " trains; add --calculate-per-token-loss"
+            "--calculate-per-token-loss is missing: otherwise every micro-batch has the same weight, no matter how"
+            " few tokens it trains; add --calculate-per-token-loss"
         )
     if rows > 1 and release < (0, 19):
         yield (
-            f"--micro-batch-size {rows}: Megatron {number} takes the boundaries of one row a micro-batch; give"
-            " --micro-batch-size 1, or take Megatron 0.19 or later"
+            f"--micro-batch-size {rows}: Megatron {number} only supports packed rows with one row per micro-batch; use"
+            " --micro-batch-size 1, or Megatron 0.19 or later"
         )
     if (evaluated := of("eval_micro_batch_size", rows)) != rows and tensor > 1:
         yield (
-            f"--eval-micro-batch-size {evaluated}: with tensor parallelism Megatron receives evaluation batches in the"
-            f" shape of --micro-batch-size {rows}; make them equal"
+            f"--eval-micro-batch-size {evaluated}: with tensor parallelism, Megatron receives evaluation batches in"
+            f" the shape of --micro-batch-size {rows}; make them equal"
         )
     if context > 1 and release < (0, 18):
         yield (
-            f"--context-parallel-size {context}: Megatron {number} drops the boundaries of padded sequences; give"
-            " --context-parallel-size 1, or take Megatron 0.18 or later"
+            f"--context-parallel-size {context}: Megatron {number} drops the boundaries of padded sequences; use"
+            " --context-parallel-size 1, or Megatron 0.18 or later"
         )
     if tensor > 1 and release < (0, 17) and not _makes_room():
         yield (
-            f"--tensor-model-parallel-size {tensor}: Megatron {number} waits for ever on ranks that make no room for"
-            " max_seqlen; change get_batch_on_this_tp_rank as docs/megatron.md says, or take Megatron 0.17 or later"
+            f"--tensor-model-parallel-size {tensor}: Megatron {number} hangs on ranks that do not allocate max_seqlen;"
+            " change get_batch_on_this_tp_rank as described in docs/megatron.md, or use Megatron 0.17 or later"
         )
     if (stages := of("pipeline_model_parallel_size", 1)) > 2 and release < (0, 17):
         yield (
-            f"--pipeline-model-parallel-size {stages}: Megatron {number} hands boundaries to the first and the last"
-            " stage only; give 2 at most, or take Megatron 0.17 or later"
+            f"--pipeline-model-parallel-size {stages}: Megatron {number} passes boundaries only to the first and the"
+            " last stage; use at most 2, or Megatron 0.17 or later"
         )
     if of("hybrid_context_parallel", False):
         yield (
-            "--hybrid-context-parallel cuts rows apart by boundaries without padding, and loses sequences; leave it"
-            " out, and give --context-parallel-size"
+            "--hybrid-context-parallel splits rows at boundaries without padding, and loses sequences; use"
+            " --context-parallel-size instead"
         )
     scheduler, dynamic = getattr(args, "sequence_packing_scheduler", None), of("dynamic_context_parallel", False)
     if (scheduled or dynamic) and scheduler != (wanted := "default_dynamic_cp" if dynamic else "dp_balanced"):
         yield (
-            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced, or with"
-            f" --dynamic-context-parallel for default_dynamic_cp; give --sequence-packing-scheduler {wanted}, or leave"
-            " it and --use-varlen-dataset out"
+            f"--sequence-packing-scheduler {scheduler}: single sequences are only supported with dp_balanced, or with"
+            f" default_dynamic_cp and --dynamic-context-parallel; use --sequence-packing-scheduler {wanted}, or leave"
+            " out both this option and --use-varlen-dataset"
         )
     ranks = sharing_ranks(args)
     if dynamic and ranks & (ranks - 1):
         yield (
             f"--dynamic-context-parallel: data-parallel x context-parallel size is {ranks}; Megatron divides sequences"
-            " among 2, 4, 8 ... of these ranks, so take a number of ranks that makes it a power of two"
+            " among 2, 4, 8 ... of these ranks, so choose a number of ranks that makes this a power of two"
         )
     if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * ranks) < args.seq_length:
         yield (
-            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on the {ranks} ranks that share a sequence,"
-            f" sequences have up to --seq-length {args.seq_length}; raise the one or lower the other"
+            f"--max-seqlen-per-dp-cp-rank allows {room} tokens on the {ranks} ranks that share a sequence, but"
+            f" sequences have up to --seq-length {args.seq_length} tokens; raise the first or lower the second"
         )
 
 
@@ -317,8 +316,8 @@ def require_whole_rows(args: Namespace, pretraining: Sequence[str]) -> None:
     """
     if pretraining and getattr(args, "dataloader_inter_document_masking", False):
         raise FormatError(
-            f"--dataloader-inter-document-masking: a row of {pretraining[0]} is one segment, whose documents see each"
-            " other; leave it out"
+            f"--dataloader-inter-document-masking: not supported with {pretraining[0]}, whose rows are one segment in"
+            " which documents see each other; leave it out"
         )
 
 
@@ -342,27 +341,29 @@ def require_splits(args: Namespace, config: Any, num_samples: Sequence[int | Non
         blend = config.blend_per_split[split.value] if per_split else config.blend
         if wanted is None and has_data[split.value] and blend[1] is not None:
             raise FormatError(
-                f"--full-validation goes through all rows of the {split.name} split once, where weights of paths mean"
-                " nothing; leave the weights out, or give --train-data-path with weights and --valid-data-path without"
+                f"--full-validation reads all rows of the {split.name} split once, so weights of paths have no effect;"
+                " leave the weights out, or use --train-data-path with weights and --valid-data-path without"
             )
-    of_split = "give it a part of --split, such as --split 99,1,0"
+    of_split = "assign a part of --split to it, such as --split 99,1,0"
     if not has_data[0] and num_samples[0] != 0 and not getattr(args, "skip_train", False):
-        remedy = "name shards with --train-data-path" if per_split else of_split
-        raise FormatError(f"nothing to train on: {remedy}, or add --skip-train to evaluate alone")
+        remedy = "pass shards with --train-data-path" if per_split else of_split
+        raise FormatError(f"nothing to train on: {remedy}, or add --skip-train to only evaluate")
     eval_iters, full = getattr(args, "eval_iters", None), getattr(args, "full_validation", False)
     # Megatron always evaluates after the last step if --eval-iters is above 0.
     if has_data[1] or not (num_samples[1] or full or eval_iters):
         return
     if num_samples[1] == 0:
         raise FormatError(
-            f"--start-eval-at-iter {getattr(args, 'start_eval_at_iter', None)} comes after the last evaluation that"
-            " Megatron asks data for, and it evaluates after the last step anyway; lower it, or give --eval-iters 0"
+            f"--start-eval-at-iter {getattr(args, 'start_eval_at_iter', None)} is after the last evaluation for which"
+            " Megatron requests data, but Megatron still evaluates after the last step; lower it, or use --eval-iters"
+            " 0"
         )
-    remedy = "name shards with --valid-data-path" if per_split else of_split
+    remedy = "pass shards with --valid-data-path" if per_split else of_split
     evaluation = "--full-validation" if full else f"--eval-iters {eval_iters or 'above 0'}"
-    leave = "leave it out" if full else "evaluate nothing with --eval-iters 0"
+    leave = "leave it out" if full else "turn evaluation off with --eval-iters 0"
     raise FormatError(
-        f"{evaluation}: nothing to validate on, where Megatron fails at the first evaluation; {remedy}, or {leave}"
+        f"{evaluation}: there is no validation data, so Megatron would fail at the first evaluation; {remedy},"
+        f" or {leave}"
     )
 
 
@@ -384,8 +385,9 @@ def _short_of_rows(built: Sequence[Any], num_samples: Sequence[int | None]) -> I
     for split, data_set, wanted in zip(Split, built, num_samples, strict=True):
         if data_set is not None and not isinstance(data_set, list) and len(data_set) < (wanted or 0):
             yield (
-                f"the {split.name} split has {len(data_set)} rows, and Megatron will ask for {wanted}: paths without"
-                " weights are gone through once; write WEIGHT PATH for each of them, or train or evaluate fewer steps"
+                f"the {split.name} split has {len(data_set)} rows, but Megatron will request {wanted}: paths without"
+                " weights are read only once; write WEIGHT PATH for each of them, or train or evaluate for fewer"
+                " steps"
             )
 
 
@@ -396,7 +398,7 @@ def _without_indices(built: Sequence[Any]) -> Iterator[str]:
     for path in (*paths, *(getattr(each, "path_to_shuffle_index", None) for each in rows)):
         if path is not None and not os.path.exists(path):
             yield (
-                f"--dataloader-defer-npy-index-mmap: {path} is not there, an index of the blend; run once without this"
-                " flag and with the same --data-cache-path, which writes it"
+                f"--dataloader-defer-npy-index-mmap: {path}, an index of the blend, does not exist; create it by"
+                " running once without this flag and with the same --data-cache-path"
             )
             return

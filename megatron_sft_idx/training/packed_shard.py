@@ -22,13 +22,15 @@ except ImportError:  # before 0.6
     from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset
 
 # Advice in the error about shards with preference pairs.
-ON_REJECTED = "Bridge would train on rejected answers too; use dpo_loss in a loop of your own (docs/preferences.md)"
+ON_REJECTED = (
+    "Bridge would also train on the rejected answers; use dpo_loss in your own training loop (docs/preferences.md)"
+)
 
 
 class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
     """Packs of shards as Bridge's packed data set; Bridge's own ``collate_fn`` makes the batches.
 
-    ``file_path`` is a prefix, folder or glob of shards. All other arguments are those of ``GPTSFTPackedDataset``.
+    ``file_path`` is a prefix, folder or glob of shards. See ``GPTSFTPackedDataset`` for all other arguments.
 
     Raises:
         ShardNotFoundError: there is no such shard.
@@ -44,7 +46,7 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
         stored = StoredPacks(shards)
         if stored.capacity > self.max_seq_length:
             raise FormatError(
-                f"{shards.prefixes[0]}: packs of up to {stored.capacity} tokens, the sequence length of the run is"
+                f"{shards.prefixes[0]}: packs of up to {stored.capacity} tokens, but the sequence length of the run is"
                 f" {self.max_seq_length}; raise it, or pack again with --seq-length {self.max_seq_length}"
             )
         self.indexed_dataset = shards
@@ -63,6 +65,6 @@ class PackedShard(GPTSFTPackedDataset):  # type: ignore[misc]
             raise SequenceError(
                 self.indexed_dataset.prefixes[0],
                 number,
-                "its loss mask has weights other than 0 and 1, for which Megatron-Bridge has no place",
+                "its loss mask has weights other than 0 and 1, which Megatron-Bridge does not support",
             )
         return pack if idx >= 0 else {**pack, "loss_mask": np.zeros_like(mask)}

@@ -106,7 +106,7 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
             held.callback(os.close, lock_file(path + ".lock", (b"",), create=True, busy=None))
         except (OSError, FormatError) as error:
             # Some network file systems have no locks. There a plan may be made twice; the first file is kept.
-            logger.info("%s: no lock (%s); going on without", path, error)
+            logger.info("%s: no lock (%s); continuing without one", path, error)
         if os.path.exists(path):
             return _load(path)
         plan = make()
@@ -126,8 +126,8 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
         except (OSError, FormatError) as error:
             if not os.path.exists(path):  # without locks, another process may have been faster
                 logger.warning(
-                    "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
-                    " can be written: path_to_cache (--data-cache-path)",
+                    "%s: the packing plan cannot be cached (%s), so every process computes the plan itself; set"
+                    " path_to_cache (--data-cache-path) to a writable folder",
                     path,
                     error,
                 )
@@ -149,5 +149,5 @@ def _load(path: str) -> PlacedPlan:
         return PlacedPlan.of(packs, sequences, most_sequences, bool(fields.get("numbered")), raw)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(
-            f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew"
+            f"{path}: not a packing plan, or truncated ({error}); remove the file, and it will be created again"
         ) from None

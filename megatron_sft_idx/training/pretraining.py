@@ -76,22 +76,22 @@ class Corpus:
         """
         prefix = path.removeprefix(PREFIX).removesuffix(".idx").removesuffix(".bin")
         if is_remote(prefix):
-            raise FormatError(f"{path}: pretraining data must be on a local or shared disk; copy it to one")
+            raise FormatError(f"{path}: pretraining data must be on a local or shared disk; copy it there")
         paths = ShardPaths(prefix)
         for file in (paths.idx, paths.tokens):
             if not os.path.isfile(file):
                 raise FormatError(
-                    f"{path}: {file} is not there; give the path of a stock Megatron dataset, an .idx and a .bin,"
-                    " without their endings"
+                    f"{path}: {file} does not exist; pass the prefix of a stock Megatron dataset, the path of its .idx"
+                    " and .bin without these endings"
                 )
         index = open_idx(paths.idx)
         if not recognise(prefix):
             raise FormatError(
-                f"{path}: is packed SFT data, of which pretraining would train every token, whatever its masks say;"
+                f"{path}: this is packed SFT data, but pretraining would ignore its masks and train on every token;"
                 f" leave {PREFIX} out"
             )
         if index.dtype.kind == "f":
-            raise FormatError(f"{path}: items of {index.dtype}, token ids are integers")
+            raise FormatError(f"{path}: items of {index.dtype}, expected integer token ids")
         nbytes, content = os.path.getsize(paths.tokens), xxhash.xxh3_128()
         end = 0
         for begin in range(0, len(index.lengths), _BLOCK):
@@ -101,18 +101,18 @@ class Corpus:
             starts = ends - lengths * index.dtype.itemsize
             if (wrong := first_true((lengths < 0) | (index.pointers[block] != starts))) is not None:
                 raise FormatError(
-                    f"{paths.idx}: document {begin + wrong} is said to have {lengths[wrong]} tokens from byte"
-                    f" {index.pointers[block][wrong]} of {paths.tokens}, and the one before it ends at {starts[wrong]};"
-                    " the index is damaged: restore it"
+                    f"{paths.idx}: document {begin + wrong} has {lengths[wrong]} tokens from byte"
+                    f" {index.pointers[block][wrong]} of {paths.tokens}, but the previous document ends at byte"
+                    f" {starts[wrong]}; the index is damaged: restore it"
                 )
             content.update(lengths.tobytes())
             end = int(ends[-1])
         if not end:
-            raise FormatError(f"{path}: {len(index.lengths)} documents and not a token; leave it out")
+            raise FormatError(f"{path}: {len(index.lengths)} documents without any token; leave it out")
         if end != nbytes:
             raise FormatError(
-                f"{path}: {paths.tokens} has {nbytes} bytes, and its index is of {end}; one of the two was cut"
-                " short or changed: restore them"
+                f"{path}: {paths.tokens} has {nbytes} bytes, but {end} according to its index; one of the two files"
+                " was truncated or changed: restore them"
             )
         with open(paths.tokens, "rb") as tokens:
             for begin in np.linspace(0, max(nbytes - _SAMPLE_NBYTES, 0), _SAMPLES, dtype=np.int64).tolist():
@@ -218,13 +218,13 @@ class PretrainingPacks(Shown):
         if len(tokens) != self.capacity:
             raise FormatError(
                 f"{self.corpus.prefix}: row {number} has {len(tokens)} tokens, expected {self.capacity}; remove the"
-                " indices of this dataset from --data-cache-path, which Megatron makes again"
+                " indices of this dataset from --data-cache-path; Megatron will create them again"
             )
         least, most = min(int(tokens.min()), int(labels.min())), max(int(tokens.max()), int(labels.max()))
         if least < 0 or (self.vocab_size is not None and most >= self.vocab_size):
             outside = least if least < 0 else most
             raise FormatError(
-                f"{self.corpus.prefix}: row {number} has token {outside}, which is not in the model's vocabulary; take"
+                f"{self.corpus.prefix}: row {number} has token {outside}, which is not in the model's vocabulary; use"
                 " the tokenizer that the chats were made with, or repair the dataset"
             )
         return tokens, labels
@@ -238,7 +238,7 @@ class PretrainingPacks(Shown):
 
     def arrays(self, shard: int) -> Arrays:
         """Raise IndexError: pretraining data has no sequences."""
-        raise IndexError(f"shard {shard}: pretraining data has none")
+        raise IndexError(f"shard {shard}: pretraining data has no shards")
 
     def items(self, shard: int) -> None:
         """Return None: there are no images or audio."""

@@ -120,7 +120,20 @@ def build_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> list[Any]:
-    """Build the three data sets with Megatron's builder, on all ranks; for ``options``, see ``config_from_args``.
+    """Build the data sets for training, validation and test with Megatron's builder, outside of ``pretrain()``.
+
+    Args:
+        args: Megatron's arguments; only the ones about data are needed, such as ``data_path`` and ``split``.
+        num_samples: requested rows of each split; None is one epoch, 0 is none.
+        is_built_on_rank: whether this rank reads data; called by Megatron's builder.
+        options: other fields of ``PackedSFTDatasetConfig``, such as ``columns`` or ``index_only_packing``.
+
+    Returns:
+        Three ``PackedSFTDataset``, or a blend of several; None for a split without rows.
+
+    Raises:
+        FormatError: arguments or shards cannot be used for training.
+        ShardNotFoundError: there is no shard at a path.
 
     Example:
         >>> from argparse import Namespace
@@ -198,8 +211,8 @@ def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) 
     torch.distributed.all_gather_object(everywhere, sees)
     if not sees:
         logger.info(
-            "%s: not the folder of rank 0, so this rank builds the indices of blends in memory; a folder that all"
-            " nodes share saves that",
+            "%s: not the folder of rank 0, so this rank builds the indices of blends in memory; use a folder that"
+            " all nodes share to avoid that",
             folder,
         )
         config.path_to_cache = None
@@ -207,8 +220,8 @@ def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) 
         os.remove(path)
     if config.pretraining and not all(everywhere):
         raise FormatError(
-            f"--data-cache-path {folder}: not one folder for all nodes, and of {config.pretraining[0]} Megatron builds"
-            " the index on one node alone; give a folder that all nodes share"
+            f"--data-cache-path {folder}: not shared by all nodes, but Megatron builds the index of"
+            f" {config.pretraining[0]} on one node only; use a folder that all nodes share"
         )
 
 
@@ -272,7 +285,7 @@ def _text_of(file: str, option: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"
-        raise FormatError(f"{option} {file}: {why}; it is a file that names shards") from None
+        raise FormatError(f"{option} {file}: {why}; expected a file with a list of shards") from None
 
 
 def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
@@ -283,10 +296,10 @@ def _blend_of(words: Sequence[str] | None, option: str) -> Blend | None:
     if any(map(_is_number, at_weights)):
         for number, word in enumerate(at_weights):
             if not _is_number(word):
-                raise FormatError(f"{option}: {word} has no weight; write WEIGHT PATH for every path, or paths alone")
+                raise FormatError(f"{option}: {word} has no weight; write WEIGHT PATH for every path, or only paths")
             if 2 * number + 1 == len(words):
                 raise FormatError(
-                    f"{option}: no path follows the weight {word}; write WEIGHT PATH for every path, or paths alone"
+                    f"{option}: no path follows the weight {word}; write WEIGHT PATH for every path, or only paths"
                 )
     elif numbers := [word for word in words[1::2] if _is_number(word) and not os.path.exists(f"{word}.seq.idx")]:
         raise FormatError(f"{option}: {numbers[0]} comes after a path; write each weight in front of its path")

@@ -49,6 +49,9 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 class EncoderCost(NamedTuple):
     """The work of an image or audio encoder, in the unit in which attention to a sequence of n tokens costs n^2.
 
+    An encoder with K layers of width a, and m encoder positions per position of the pack, costs about
+    12 m a^2 K / (h L) per position, next to a language model with L layers of width h.
+
     Attributes:
         per_position: for each position that an item takes in its pack.
         per_item: for each item, for encoders that pad all items to one size.
@@ -93,7 +96,7 @@ def encoder_costs(given: Any) -> Mapping[Kind, EncoderCost]:
     costs: dict[Kind, EncoderCost] = {}
     for kind, value in given.items():
         if kind not in KINDS:
-            raise FormatError(f"media_costs: {brief(kind)} is not a kind of item; the kinds are {', '.join(KINDS)}")
+            raise FormatError(f"media_costs: unknown kind {brief(kind)}; the kinds are {', '.join(KINDS)}")
         cost = EncoderCost(*value) if isinstance(value, tuple) and len(value) == 2 else EncoderCost(value)
         for each in cost:
             if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each <= _MOST_COST:
@@ -175,7 +178,7 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Return the pack number of each sample in ``source``. IndexError: one is not in 0 to ``num_samples`` - 1."""
         samples = np.asarray(samples, np.int64)
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
-            raise IndexError(f"samples {samples.min()} to {samples.max()}, there are {self.num_samples}")
+            raise IndexError(f"samples {samples.min()} to {samples.max()} requested, but there are {self.num_samples}")
         return self._packs(samples)
 
     def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -363,13 +366,15 @@ def rows_of(dataset: Any) -> Rows:
     if isinstance(rows := getattr(dataset, "rows", None), Rows):
         return rows
     if not hasattr(dataset, "dataset_index"):
-        raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
+        raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of them")
     if dataset.dataset_index is None and len(dataset):
         with suppress(FormatError):  # samples with images come in whole batches only
             dataset[0]  # with defer_npy_index_mmap, a blend opens its index at the first read
     members = [rows for rows in map(rows_of, dataset.datasets) if isinstance(rows, PackedRows | PretrainingRows)]
     if len(members) < len(dataset.datasets):
-        raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")
+        raise TypeError(
+            "a blend of blends is not supported; blend their members directly, each with the product of its weights"
+        )
     return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)
 
 
@@ -470,7 +475,7 @@ class MicroBatches:
 class PackedBatchSampler(Shown):
     """The sample numbers of one data-parallel rank, one list per micro-batch; a DataLoader's ``batch_sampler``.
 
-    The arguments are those of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
+    It takes the arguments of Megatron's ``MegatronPretrainingSampler``, with the data set in place of its length.
 
     Args:
         dataset: the data set.
@@ -517,28 +522,30 @@ class PackedBatchSampler(Shown):
             )
         if not 0 <= consumed_samples < self.total_samples:
             raise FormatError(
-                f"{consumed_samples} of {self.total_samples} samples are consumed, nothing is left; build the data set"
-                " with a larger number of samples"
+                f"all samples are consumed ({consumed_samples} of {self.total_samples}); build the dataset with a"
+                " larger number of samples"
             )
         self._window = micro_batch_size * data_parallel_size
         if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % self._window):
             raise FormatError(
-                f"global batch size {global_batch_size} is no multiple of micro-batch size {micro_batch_size} x"
-                f" {data_parallel_size} data-parallel ranks; make it one of {self._window}"
+                f"global batch size {global_batch_size} is not a multiple of micro-batch size {micro_batch_size} x"
+                f" {data_parallel_size} data-parallel ranks; use a multiple of {self._window}"
             )
         if balance_attention:
             if global_batch_size is None:
-                raise FormatError("balance_attention deals out global batches: give global_batch_size")
+                raise FormatError(
+                    "balance_attention needs global_batch_size, because it distributes whole global batches"
+                )
             if consumed_samples % global_batch_size:
                 raise FormatError(
                     f"{consumed_samples} consumed samples end inside a global batch of {global_batch_size}; with"
-                    " balance_attention go on from the end of one"
+                    " balance_attention, resume at the end of a global batch"
                 )
             self._window = global_batch_size
         if not drop_last and hasattr(dataset, "dataset_index"):
             raise FormatError(
-                "drop_last=False fills up with masked rows, which Megatron's BlendedDataset has not; sample and load"
-                " rows_of(dataset) (megatron_sft_idx.training.rows) instead"
+                "drop_last=False pads with masked rows, which Megatron's BlendedDataset does not support; sample and"
+                " load rows_of(dataset) (megatron_sft_idx.training.rows) instead"
             )
 
     def _shown(self) -> str:

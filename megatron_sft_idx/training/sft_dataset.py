@@ -140,7 +140,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             SequenceError: with index-only packing, sequences are longer than a row.
         """
         if self.blend is None and not any(self.blend_per_split or ()):
-            raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
+            raise FormatError("neither blend nor blend_per_split is given; pass the shards to train on (--data-path)")
         if self.single_sequences:
             self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
         self._check_options()
@@ -155,16 +155,16 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             # Not that of GPTDatasetConfig, which requires a tokenizer.
             BlendedMegatronDatasetConfig.__post_init__(self)
         except (AssertionError, ValueError) as error:
-            why = " ".join(str(error).split()) or "a split is up to three numbers, such as 98,1,1"
+            why = " ".join(str(error).split()) or "expected up to three numbers, such as 98,1,1"
             if why.startswith("--"):  # Megatron's message begins with its flag
                 raise FormatError(why) from None
-            raise FormatError(f"split {self.split!r}, or what goes with it: {why}") from None
+            raise FormatError(f"split {self.split!r} or a related option: {why}") from None
         self._leave_out_unwanted()
         if self.sequence_multiple is None:
             self.sequence_multiple = parallel_multiple(self.context_parallel_size, self.sequence_parallel_size)
         if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
             raise FormatError(
-                f"sequence_length {self.sequence_length} is no multiple of the sequence multiple"
+                f"sequence_length {self.sequence_length} is not a multiple of the sequence multiple"
                 f" {self.sequence_multiple}, so rows cannot be divided among context-parallel ranks; round it up"
             )
         self.plan_options = PlanOptions(
@@ -178,9 +178,11 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         self._check_paths()
         # Properties that all shards of one path must share must be the same for the shards of all paths.
         together = ShardSet.joined(list(self._opened.values()))
-        together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
+        together.agree_on(
+            "tokenizer is", lambda header: header.tokenizer, "tokenize all of them with the same tokenizer"
+        )
         if not self.index_only_packing:
-            remedy = "pack them again for one --seq-length, or set index_only_packing"
+            remedy = "pack them again with the same --seq-length, or set index_only_packing"
             together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
         # All data sets of a blend number files in the same way, so that a number does not depend on the data set.
         united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
@@ -195,26 +197,27 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         check_media_options(self.media, self.ignore_media)
         encoder_costs(self.media_costs)  # raises its errors now
         if self.media_costs is not None and self.media is None:
-            raise FormatError("media_costs are for batches that carry images and audio; set media too")
+            raise FormatError("media_costs only apply to batches with images and audio; also set media")
         if self.single_sequences and (self.columns or self.media is not None):
             what = f"columns {', '.join(self.columns)}" if self.columns else "media"
             raise FormatError(
-                f"{what}: Megatron's packing scheduler hands on tokens and masks alone; leave this out, or train on"
+                f"{what}: Megatron's packing scheduler only supports tokens and masks; leave this out, or train on"
                 " packs"
             )
         if not self.index_only_packing and (self.packing_method, self.max_sequences_per_pack) != ("auto", None):
-            raise FormatError("packing_method and max_sequences_per_pack are for index_only_packing; set that too")
+            raise FormatError("packing_method and max_sequences_per_pack need index_only_packing; also set that")
         if self.pad_id is not None and not 0 <= self.pad_id < (self.vocab_size or MAX_COUNT):
             size = f" of {self.vocab_size}" if self.vocab_size else ""
             raise FormatError(
-                f"pad_id {self.pad_id}: not in the model's vocabulary{size}; leave it out for the shards'"
+                f"pad_id {self.pad_id}: not in the model's vocabulary{size}; leave it out to use the pad id of"
+                " the shards"
             )
 
     def _check_paths(self) -> None:
         for path, split, ends in self._split_ranges():
             if not ends[0] <= ends[1]:  # NaN: the parts are not numbers, or none is above 0
                 what = "sequences" if self.index_only_packing else "packs"
-                raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
+                raise FormatError(f"split {self.split!r}: expected shares of all {what}, such as 98,1,1")
             if is_pretraining(path):
                 self._check_documents(path, split, ends)
                 continue
@@ -223,8 +226,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             self._check_split(path, split, ends)
         if not self._opened:
             raise FormatError(
-                f"{', '.join(self._corpora)}: no packed SFT data in the blend; name a shard too, or train on this with"
-                " Megatron's own data sets"
+                f"{', '.join(self._corpora)}: no packed SFT data in the blend; add a shard, or train on this with"
+                " Megatron's own datasets"
             )
 
     def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
@@ -243,20 +246,20 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                     of_splits[split.value] = None
         if not any(self.split_matrix or self.blend_per_split or ()):
             raise FormatError(
-                f"split {self.split!r}: nothing to train on, because no split of which rows are asked for has a part;"
+                f"split {self.split!r}: nothing to train on, because every split with requested rows has the share 0;"
                 " write it like --split 99,1,0"
             )
 
     @staticmethod
     def _check_weights(paths: list[str], weights: list[float] | None) -> None:
         if not paths:
-            raise FormatError("a blend without any path; name at least one shard, or leave the blend out")
+            raise FormatError("a blend without any path; pass at least one shard, or leave the blend out")
         if weights is None:
             return
         if not isinstance(weights, list | tuple):
-            raise FormatError(f"blend: the weights are {brief(weights)}, expected a list of numbers, one a path")
+            raise FormatError(f"blend: the weights are {brief(weights)}, expected a list of numbers, one per path")
         if len(weights) != len(paths):
-            raise FormatError(f"{len(weights)} weights for {len(paths)} paths in a blend; give one weight a path")
+            raise FormatError(f"{len(weights)} weights for {len(paths)} paths in a blend; pass one weight per path")
         blend_weights(paths, weights)
 
     def _choose_caches(self) -> None:
@@ -274,7 +277,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
             log_single_rank(
                 logger,
                 logging.INFO,
-                "torch.distributed is not initialised: packing plans are cached in %s, blend indices are not",
+                "torch.distributed is not initialised: packing plans are cached in %s, but blend indices are"
+                " not cached",
                 self.path_to_cache,
             )
             self.path_to_cache = None
@@ -340,8 +344,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         if tokens <= self.sequence_length:
             raise FormatError(
                 f"{path}: the {split.name} split has {tokens} tokens, in {last - first} of {len(lengths)} documents,"
-                f" and a row takes {self.sequence_length + 1}, its last label included; give it more of --split, or"
-                " none at all, such as --split 99,1,0"
+                f" but a row needs {self.sequence_length + 1}, including its last label; give the split a larger share"
+                " of --split, or 0, such as --split 99,1,0"
             )
 
     def _check_mixed(self, has_files: bool) -> None:
@@ -349,25 +353,25 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         paths = ", ".join(self._corpora)
         if self.single_sequences:
             raise FormatError(
-                f"{paths}: Megatron's packing scheduler takes single sequences, and rows of pretraining data are none;"
+                f"{paths}: Megatron's packing scheduler needs single sequences, which pretraining data does not have;"
                 " leave these paths out, or train on packs"
             )
         others = [name for name in self.columns if name != "source" or not has_files]
         if others:
-            raise FormatError(f"{paths}: pretraining data has no column {others[0]}; leave out the one or the other")
+            raise FormatError(f"{paths}: pretraining data has no column {others[0]}; leave out the paths or the column")
 
     def _check_shards(self, path: str, shards: ShardSet) -> None:
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
             size, tokenizer = header.vocab_size or 0, header.tokenizer
             if self.vocab_size is not None and size > self.vocab_size:
                 raise FormatError(
-                    f"{prefix}: its tokenizer has {size} tokens, the model's vocabulary {self.vocab_size}; raise"
-                    " --vocab-size, or take the tokenizer the shard was made with"
+                    f"{prefix}: its tokenizer has {size} tokens, but the model's vocabulary has {self.vocab_size};"
+                    " raise --vocab-size, or use the tokenizer that the shard was made with"
                 )
             if None not in (tokenizer, self.tokenizer_fingerprint) and tokenizer != self.tokenizer_fingerprint:
                 raise FormatError(
-                    f"{prefix}: tokenized with {tokenizer}, the tokenizer of this job is {self.tokenizer_fingerprint};"
-                    " take the tokenizer the shard was made with, or tokenize again"
+                    f"{prefix}: tokenized with {tokenizer}, but the tokenizer of this job is"
+                    f" {self.tokenizer_fingerprint}; use the tokenizer that the shard was made with, or tokenize again"
                 )
             require_shard_judged(prefix, header, self.columns)
             if self.media is None:
@@ -376,18 +380,19 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                 continue
             if header.capacity > self.sequence_length:
                 raise FormatError(
-                    f"{prefix}: packs of up to {header.capacity} tokens, sequence_length is {self.sequence_length};"
-                    " raise it (--seq-length), pack the shard again, or set index_only_packing"
+                    f"{prefix}: packs of up to {header.capacity} tokens, but sequence_length is"
+                    f" {self.sequence_length}; raise it (--seq-length), pack the shard again, or set"
+                    " index_only_packing"
                 )
             if header.sequence_multiple % self.plan_options.sequence_multiple:
                 raise FormatError(
-                    f"{prefix}: packed for sequence multiple {header.sequence_multiple}, this job pads sequences to"
-                    f" multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
+                    f"{prefix}: packed for sequence multiple {header.sequence_multiple}, but this job pads sequences"
+                    f" to multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
                     f" {self.sequence_multiple}, or set index_only_packing"
                 )
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
-            message = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
+            message = f"{masked} of {len(shards)} {what} have no trained token; list them with megatron-sft-idx inspect"
             log_single_rank(logger, logging.WARNING, "%s: %s", path, message)
         if self.index_only_packing:
             require_fit(shards, self.plan_options)
@@ -406,12 +411,12 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         if first >= last:
             without = {
                 Split.train: "",
-                Split.valid: ", or evaluate nothing: --eval-iters 0",
-                Split.test: ", or none at all, such as --split 99,1,0",
+                Split.valid: ", or turn evaluation off: --eval-iters 0",
+                Split.test: ", or a share of 0, such as --split 99,1,0",
             }
             raise FormatError(
-                f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
-                f" more of --split{without[split]}"
+                f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it a"
+                f" larger share of --split{without[split]}"
             )
 
     @property
@@ -444,9 +449,9 @@ def _require_no_stock_dataset(path: str) -> None:
     if is_remote(path) or paths.missing() != [each for each in paths.all if each not in (paths.tokens, paths.idx)]:
         return
     raise FormatError(
-        f"{paths.prefix}: only its .bin and .idx are here, as of a stock Megatron dataset without loss masks; to train"
-        f" on all of its tokens, as in pretraining, give --data-path pretrain:{paths.prefix}, or make a shard of it:"
-        f" megatron-sft-idx convert {paths.prefix} {paths.prefix}-sft --mask-rule all"
+        f"{paths.prefix}: only its .bin and .idx exist, so this looks like a stock Megatron dataset without loss"
+        f" masks; to train on all of its tokens, as in pretraining, pass --data-path pretrain:{paths.prefix}, or make"
+        f" a shard of it: megatron-sft-idx convert {paths.prefix} {paths.prefix}-sft --mask-rule all"
     )
 
 
@@ -456,7 +461,7 @@ def _require_no_stock_dataset(path: str) -> None:
 class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in a different order in each epoch; see ``megatron_sft_idx.training.rows``.
 
-    For a path of pretraining data, the rows and their order are those of Megatron's ``GPTDataset``.
+    For a path of pretraining data, the rows and their order are the same as in Megatron's ``GPTDataset``.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its ``rows``, which are small.
 
@@ -499,8 +504,8 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         if indices is not None:
             if not len(indices) or (np.diff(indices) != 1).any():
                 raise FormatError(
-                    f"{dataset_path}: the {index_split.name} split is empty, or not a run of consecutive numbers;"
-                    " give it more of --split, or none at all"
+                    f"{dataset_path}: the {index_split.name} split is empty, or not a range of consecutive numbers;"
+                    " give it a larger share of --split, or 0"
                 )
             first, last = int(indices[0]), int(indices[-1]) + 1
         # The parent keeps this argument; a range takes no memory, while consecutive numbers can take gigabytes.
@@ -524,7 +529,9 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         if not config.index_only_packing:
             return StoredPacks(shards, first, last)
         if config.plan_cache is None:
-            log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
+            log_single_rank(
+                logger, logging.INFO, "without path_to_cache, every process computes the packing plan itself"
+            )
         plan, cache = config.plan_options, config.plan_cache
         return PlannedPacks(shards, plan, cache, first, last)
 
@@ -539,8 +546,8 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         except (ValueError, EOFError, OSError) as error:  # raised by numpy for a truncated file of indices
             cache = of_documents.path_to_cache or os.path.join(corpus.prefix, "cache")
             raise FormatError(
-                f"{path}: Megatron cannot read or write its indices of it in {cache} ({error}); see that this is a"
-                " folder with room, remove what is damaged in it, and run again"
+                f"{path}: Megatron cannot read or write its indices for this path in {cache} ({error}); check that"
+                " this folder has free space, remove damaged files from it, and run again"
             ) from error
         return PretrainingPacks(corpus, rows, config.sequence_length, config.columns, config.vocab_size)
 
@@ -548,7 +555,7 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
         """Describe an epoch, for the log."""
         packs, tokens = self.source.num_packs, self.source.num_tokens()
         if isinstance(self.source, PretrainingPacks):
-            return f"{packs} rows of pretraining data, {tokens} tokens, all of them trained on"
+            return f"{packs} rows of pretraining data, {tokens} tokens, all trained on"
         shards = self.source.shards
         everything = shards.total("num_tokens")
         # For a split, estimate the trained tokens by its share of all tokens.

@@ -216,16 +216,18 @@ def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
         if value is None:
             raise FormatError(f"{name}: blend weight {brief(weight)}, expected a number above zero")
         if not (math.isfinite(value) and value > 0):
-            raise FormatError(f"{name}: blend weight {value}, weights are above zero; leave the path out")
+            raise FormatError(f"{name}: blend weight {value}, expected a number above zero; leave the path out")
         values.append(value)
     if math.isinf(sum(values)):
-        raise FormatError("blend: the weights add up to more than a float holds; divide all by one number")
+        raise FormatError(
+            "blend: the sum of the weights is too large for a float; divide all weights by the same number"
+        )
     return values
 
 
-# What to do about a shard with images or audio, where batches cannot carry them and where they can.
-TEXT_ALONE: Final = "pass ignore_media=True (--ignore-media) to train on the text alone"
-CARRIED_BY: Final = f"pass media=MediaInputs(FOLDER), so that batches carry them (docs/media.md), or {TEXT_ALONE}"
+# Remedies for a shard with images or audio: if batches cannot carry them, and if they can.
+TEXT_ALONE: Final = "pass ignore_media=True (--ignore-media) to train on the text only"
+CARRIED_BY: Final = f"pass media=MediaInputs(FOLDER) to include them in batches (docs/media.md), or {TEXT_ALONE}"
 
 
 def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = TEXT_ALONE) -> None:
@@ -241,8 +243,8 @@ def require_text(where: str, has_media: bool, ignore_media: bool, remedy: str = 
     """
     if has_media and not ignore_media:
         raise FormatError(
-            f"{where}: holds images or audio, and these batches are of text alone, so the model would see nothing where"
-            f" their placeholder tokens stand; {remedy}"
+            f"{where}: contains images or audio, but these batches have only text, so the model would see placeholder"
+            f" tokens without content; {remedy}"
         )
 
 
@@ -282,7 +284,7 @@ class _ShardPacks(Shown):
     ) -> None:
         end = total if last is None else last
         if not 0 <= first < end <= total:
-            raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; take at least one")
+            raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; select at least one")
         self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
         of_shards = zip(shards.prefixes, shards.headers, strict=True)
         self.media_prefix = next((prefix for prefix, header in of_shards if header.has_media), None)
@@ -373,9 +375,15 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """A ``PackSource`` of stored packs ``first`` to ``last``, counted over all shards.
+    """A ``PackSource`` with the packs of shards as they are stored.
 
-    FormatError: there are no such packs.
+    Args:
+        shards: the shards.
+        first: the first pack to use, counted over all shards.
+        last: the end of the range of packs, exclusive; None for the end of the last shard.
+
+    Raises:
+        FormatError: the range is empty, or not inside the shards.
 
     Example:
         >>> from megatron_sft_idx.shard.shard_set import ShardSet
@@ -645,8 +653,8 @@ def _refuse_pack_columns(shards: ShardSet) -> None:
     for name, (spec, *_) in shards.columns.items():
         if spec.per == "pack":
             raise FormatError(
-                f"{shards.prefixes[0]}: column {name} has a value a pack, and packs that are made when training starts"
-                " are others; leave it out, or train on the packs as they are stored"
+                f"{shards.prefixes[0]}: column {name} has one value per pack, but index-only packing makes new packs;"
+                " leave it out, or train on the stored packs"
             )
 
 
@@ -682,8 +690,9 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
         raise SequenceError(
             shards.prefixes[0],
             None,
-            f"{int((lengths > usable).sum())} of {len(lengths)} {unit} are longer than {usable} tokens, the"
-            f" longest has {longest}; raise the sequence length, or cut them first with the pack verb's --overlong",
+            f"{int((lengths > usable).sum())} of {len(lengths)} {unit} are longer than {usable} tokens (the longest"
+            f" has {longest}); raise the sequence length, or truncate them first with megatron-sft-idx pack"
+            " --overlong",
         )
 
 
@@ -711,7 +720,8 @@ class LegacySource(Shown):
         pad_id: the padding id of the tokenizer, which the file does not have.
 
     Raises:
-        FormatError, SequenceError: see ``read_legacy``.
+        FormatError: the file is unreadable, or not of this format.
+        SequenceError: a pack breaks a rule.
 
     Example:
         >>> from megatron_sft_idx import LegacyPickleWriter

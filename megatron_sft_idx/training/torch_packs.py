@@ -1,11 +1,12 @@
-"""``as_torch``: packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
+"""``as_torch``: read packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
 
-A mask of ours is aligned with labels: entry j is about predicting token j + 1. The models shift labels themselves, and
-take at token j + 1 what is to be predicted there, or -100. So labels are the ids one to the right of a mask that is
-set. The mask of a sequence's last position is 0, hence no label ever lies on the first token of the next.
+The loss mask of a shard is aligned with labels: entry j says whether predicting token j + 1 is trained. Models of
+transformers shift labels themselves: they expect at position j + 1 the id of token j + 1 if it is trained, else -100.
+So ``labels[j + 1]`` is ``input_ids[j + 1]`` where ``loss_mask[j]`` is set. The mask is 0 at the last position of each
+sequence, so the first token of a sequence never has a label.
 
-A model's own loss has no place for weights, and would train on rejected answers. Batches with weights or preference
-pairs therefore have no ``labels``: a loss that ignores what they hold cannot be computed by mistake.
+The loss that a model computes itself ignores weights, and would train on rejected answers. Batches with weights or
+preference pairs therefore have no ``labels``, so that this loss cannot be used by mistake.
 """
 
 from __future__ import annotations
@@ -47,36 +48,36 @@ from megatron_sft_idx.training.sources import CARRIED_BY, blend_weights, require
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
-# What to do about a shard whose answers are judged by one of these columns.
+# The remedy in the error message for a shard with one of these columns.
 _REMEDIES = {
     "pair": "pass preferences=True and use dpo_loss (docs/preferences.md)",
-    "label": "use BatchAssembler with columns=['label'] and a loss that takes it (docs/preferences.md)",
+    "label": "use BatchAssembler with columns=['label'] and a loss that needs this column (docs/preferences.md)",
 }
 
 
 class Packs(Protocol):
-    """Anything with packs by number: ``open_dataset``'s, a ``Shard``, a ``SFTIndexedDataset``."""
+    """Anything that returns packs by number: the result of ``open_dataset``, a ``Shard``, a ``SFTIndexedDataset``."""
 
     def __len__(self) -> int:
-        """How many packs there are."""
+        """Return the number of packs."""
         ...
 
     def __getitem__(self, index: int, /) -> Pack:
-        """One pack."""
+        """Return one pack."""
         ...
 
 
-# Paths or packs, and a blend of these: a list with a weight in front of each.
+# A list of paths or packs, with a weight before each.
 Blend: TypeAlias = Sequence[float | str | os.PathLike[str] | Packs]
-# A blend holds the order of its packs, 12 bytes each; making it takes three times as many.
+# A blend stores the order of its packs, 12 bytes for each; creating it temporarily takes three times as much.
 _MOST_PACKS = 10**8
 
 
 class TorchPack(Mapping[str, Any]):
     """The tensors of one pack, by name, and its images and audio.
 
-    It is a mapping and not a ``dict``, so it reaches ``collate`` whole: from each dict the ``Trainer`` of transformers
-    removes the keys that the model's ``forward`` has no argument for, such as the boundaries of sequences.
+    It is a mapping but not a ``dict``. From a ``dict``, the ``Trainer`` of transformers would remove all keys that are
+    not arguments of the model's ``forward``, such as the boundaries of the sequences, which ``collate`` needs.
     """
 
     __slots__ = ("_tensors",)
@@ -102,17 +103,17 @@ class TorchPack(Mapping[str, Any]):
 
 
 class WeightedPacks(Shown):
-    """Packs of several data sets in proportion to weights, spread evenly, in an order without randomness.
+    """Packs of several data sets in proportion to weights, evenly mixed, in a fixed order.
 
     Args:
         members: the data sets.
-        weights: one for each, above 0; their scale does not matter.
-        num_packs: how many packs there are. None is the smallest number by which every pack of every member comes at
-            least once; members with fewer packs than their share start over.
+        weights: one for each data set, above 0; only their ratios matter.
+        num_packs: total number of packs. None for the smallest number with which every pack of every data set occurs
+            at least once. Data sets with fewer packs than their share are repeated.
 
     Raises:
-        FormatError: a weight is not a number above 0, ``num_packs`` is below 1 or above 10^8, as it may be where it is
-            None and weights differ very much, or a member has no packs.
+        FormatError: a weight is not a number above 0; a data set has no packs; or the number of packs, given or
+            computed from very different weights, is not from 1 to 10^8.
     """
 
     def __init__(self, members: Sequence[Packs], weights: Sequence[float], num_packs: int | None = None) -> None:
@@ -123,12 +124,13 @@ class WeightedPacks(Shown):
         self.members, self._shares = members, np.array(weights, np.float64) / math.fsum(weights)
         sizes = np.array([len(member) for member in members])
         if num_packs is None:
-            with np.errstate(divide="ignore", over="ignore"):  # a share may be as good as none
+            with np.errstate(divide="ignore", over="ignore"):  # a share can be almost 0
                 each = sizes / self._shares
             if (needed := float(each.max()) * (1 - 1e-12)) > _MOST_PACKS:
                 raise FormatError(
-                    f"{_name(members[int(each.argmax())])}: with this blend weight, every pack would"
-                    f" come once in {needed:.2g} packs, at most {_MOST_PACKS:,} fit; raise it, or pass num_packs"
+                    f"{_name(members[int(each.argmax())])}: with this blend weight, {needed:.2g} packs are needed to"
+                    f" use each pack once, but at most {_MOST_PACKS:,} are supported; raise the weight, or pass"
+                    " num_packs"
                 )
             num_packs = math.ceil(needed)
         if not 1 <= num_packs <= _MOST_PACKS:
@@ -156,14 +158,14 @@ class WeightedPacks(Shown):
 
 
 class TorchPacks(Shown, Dataset[TorchPack]):
-    """Packs as mappings of tensors, and ``collate``, which makes a batch of some; ``as_torch`` makes one.
+    """A data set of packs as tensors, with the ``collate`` function that makes batches; created by ``as_torch``.
 
     Args:
-        packs: where the packs come from.
-        layout: as for ``as_torch``, and so are all others.
+        packs: the source of the packs.
+        layout: layout of the batches. See ``as_torch`` for this and all other arguments.
 
     Raises:
-        FormatError: ``layout`` is ``flash``, and ``media`` was passed.
+        FormatError: ``layout`` is ``flash`` and ``media`` is given.
     """
 
     def __init__(
@@ -179,11 +181,11 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     ) -> None:
         check_media_options(media, ignore_media)
         if layout == "flash" and media is not None:
-            # LlavaModel, for one, passes its arguments on to the image encoder, whose attention obeys them.
+            # LlavaModel, for example, passes the boundaries to the image encoder too, and its attention would use them.
             raise FormatError(
-                "layout 'flash' does not go together with media: some models pass cu_seq_lens_q on to their image"
-                " encoder, which then mixes up images; use 'flattened', where flash attention finds the sequences by"
-                " position_ids"
+                "layout 'flash' cannot be combined with media, because some models also pass cu_seq_lens_q to their"
+                " image encoder, which then mixes up images; use 'flattened', in which flash attention finds the"
+                " sequences through position_ids"
             )
         self.packs, self.layout, self.media = packs, layout, media
         self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
@@ -201,15 +203,18 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return f"{', '.join([self.layout, *options])}: {len(self):,} packs of {_name(self.packs)}"
 
     def __getitem__(self, index: int) -> TorchPack:
-        """One pack: ``input_ids`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
+        """Return the tensors of one pack, by name.
 
-        It has ``labels`` int64 [length] too, or ``loss_weights`` float32 [length] where these are asked for, and with
-        ``preferences`` also ``pair`` int64 [sequences, 2], and with ``media`` the list of its images and audio.
+        Returns:
+            ``input_ids`` int64 [length] and ``seq_boundaries`` int64 [sequences + 1]. Also ``labels`` int64 [length],
+                or, with the options ``loss_weights`` or ``preferences``, ``loss_weights`` float32 [length] instead.
+                With ``preferences`` also ``pair`` int64 [sequences, 2], and with ``media`` also ``media``, the list of
+                the pack's images and audio.
 
         Raises:
-            FormatError: its mask has weights, and ``loss_weights`` was not asked for; it has no column ``pair``, and
-                ``preferences`` was; or its shard has images or audio, and neither ``media`` nor ``ignore_media`` was
-                passed.
+            FormatError: the mask has weights other than 0 and 1, without the option ``loss_weights``; there is no
+                column ``pair``, with ``preferences``; or the pack has images or audio, without ``media`` or
+                ``ignore_media``.
 
         Example:
             >>> from megatron_sft_idx import as_torch
@@ -221,7 +226,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         """
         pack = self.packs[index]
         if self.media is None:
-            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # of packs of any class
+            require_text(f"pack {index}", "media" in pack, self.ignore_media, CARRIED_BY)  # packs of any class
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
         tensors: dict[str, Any] = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
         if self.media is not None:
@@ -232,7 +237,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         else:
             if has_weights(mask):
                 raise FormatError(
-                    f"pack {index}: its loss mask has weights other than 0 and 1, which labels have no place for; pass"
+                    f"pack {index}: its loss mask has weights other than 0 and 1, which labels cannot represent; pass"
                     " loss_weights=True and use training.losses.weighted_loss"
                 )
             tensors["labels"] = torch.full_like(ids, _IGNORED)
@@ -242,7 +247,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return TorchPack(tensors)
 
     def collate(self, packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A batch of these packs, in the layout of this dataset; ``collate_fn`` of a ``DataLoader``.
+        """Return a batch of these packs in the layout of this data set; pass it to ``DataLoader`` as ``collate_fn``.
 
         Example:
             >>> from megatron_sft_idx import as_torch
@@ -267,7 +272,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     def _add_media(
         self, step: MediaStep, batch: dict[str, Any], packs: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]
     ) -> None:
-        """Add what the media step makes of the images and audio of these packs, whose sequences have ``lengths``."""
+        """Add the output of the media step for the images and audio of packs whose sequences have ``lengths``."""
         numbers, ends = np.arange(len(lengths)), np.cumsum(lengths)
         rows, starts = np.zeros_like(numbers), ends - lengths
         if self.layout == "padded":
@@ -286,7 +291,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
             positions = text_positions(ids.shape, rows, starts, lengths)
         batch |= run_step(step, MediaBatch(ids, positions, rows, starts, lengths, items), batch)
         if (of_model := batch.pop("mrope_position_ids", None)) is not None:
-            # Models take the first of four for the positions of the text, by which they find sequences in a row.
+            # Models use the first of the four as text positions, from which they find the sequences of a row.
             is_padded = self.layout == "padded"
             batch["position_ids"] = of_model if is_padded else torch.cat([positions[None], of_model])
 
@@ -301,13 +306,13 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         return {"input_ids": rows(ids, 0), key: rows(marks, filler), "attention_mask": rows(torch.ones_like(ids), 0)}
 
     def _flattened(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
-        if missing := -len(ids) % self.pad_to_multiple_of:  # the padding is a sequence by itself, without a label
+        if missing := -len(ids) % self.pad_to_multiple_of:  # padding is a separate sequence without labels
             ids, marks = pad(ids, (0, missing)), pad(marks, (0, missing), value=filler)
             lengths = pad(lengths, (0, 1), value=missing)
         ends = lengths.cumsum(0)
         positions = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
         batch: dict[str, Any] = {"input_ids": ids[None], key: marks[None], "position_ids": positions[None]}
-        # With a cache, which models make unasked, transformers does not look for sequences in the positions.
+        # Models use a cache by default, and with a cache transformers does not derive sequences from positions.
         batch["use_cache"] = False
         if self.layout == "flash":
             bounds, longest = torch.cat([ends.new_zeros(1), ends]).int(), int(lengths.max())
@@ -328,39 +333,43 @@ def as_torch(
     media: MediaStep | None = None,
     ignore_media: bool = False,
 ) -> TorchPacks:
-    """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
+    """Return packs as a data set for a ``DataLoader`` or ``Trainer``; models of transformers accept its batches.
 
-    In every layout a token attends only to its own sequence, and the loss that a model returns is the mean over the
-    tokens that our masks train on. Models with layers other than attention, such as linear attention or Mamba, need
-    the layout ``padded``: in a row with several sequences these layers would carry their state from one to the next.
-    Checksums are not compared: run ``verify --full`` before a long training.
+    In every layout, a token attends only to its own sequence, and the loss that the model returns is the mean over the
+    trained tokens. Models with layers other than attention, such as linear attention or Mamba, need the layout
+    ``padded``: in a row with several sequences, these layers would carry their state from one sequence to the next.
+    Checksums are not compared; run ``verify --full`` before a long training.
 
     Args:
-        source: what ``open_dataset`` takes, or what it returned; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a
-            list of these with a weight in front of each, ``[0.8, "data/chats", 0.2, "data/code"]``.
-        layout: ``flattened`` puts all sequences of a batch into one row and says where they begin by ``position_ids``,
-            all int64 [1, tokens], with ``use_cache`` False; ``flash`` adds the arguments of flash attention:
-            ``cu_seq_lens_q`` and ``_k`` int32 [sequences + 1], ``max_length_q`` and ``_k``; ``padded`` gives every
-            sequence a row to itself, int64 [sequences, longest], filled up with id 0 where ``attention_mask`` is 0
-            and ``labels`` -100.
-        pad_to_multiple_of: fill up rows to a multiple of so many positions. In one row with all sequences the padding
-            is one more sequence, without a label.
-        num_packs: how many packs a blend has. None is the smallest number by which every pack comes at least once.
-        loss_weights: for masks with weights other than 0 and 1. Batches have ``loss_weights`` float32, the weight of
-            predicting the token at each position, and no ``labels``; ``training.losses.weighted_loss`` takes them.
-        preferences: for preference pairs. Batches have ``loss_weights`` and ``pair`` int64 [sequences, 2], and no
-            ``labels``; ``dpo_loss`` takes them.
-        media: for shards with images and audio: makes of these what is added to a batch, with ``MediaInputs`` the
-            tensors that the model's processor makes. Of models that count positions in three dimensions (M-RoPE)
-            ``position_ids`` are int64 [4, 1, tokens], those of the text first, and [3, sequences, longest] where
-            ``padded``.
-        ignore_media: for shards with images and audio. Batches are of text: placeholder tokens are as all others, and
-            their labels -100.
+        source: an argument or result of ``open_dataset``; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a list of
+            these with a weight before each, such as ``[0.8, "data/chats", 0.2, "data/code"]``.
+        layout: ``flattened`` puts all sequences of a batch into one row. ``input_ids``, ``labels`` and
+            ``position_ids``, which restart at 0 in each sequence, are int64 [1, tokens]; ``use_cache`` is False.
+            ``flash`` adds the arguments of flash attention: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 [sequences +
+            1], and the integers ``max_length_q`` and ``max_length_k``. ``padded`` puts each sequence into its own row:
+            ``input_ids``, ``labels`` and ``attention_mask`` are int64 [sequences, longest]; padding has id 0, label
+            -100 and mask 0.
+        pad_to_multiple_of: pad rows to a multiple of this many positions. In a row with all sequences, the padding
+            becomes one more sequence without labels.
+        num_packs: number of packs of a blend; None for the smallest number with which each pack occurs at least once.
+        loss_weights: accept masks with weights other than 0 and 1. Batches then have no ``labels`` but
+            ``loss_weights`` float32, in the same shape: the weight of predicting the token at each position. Compute
+            the loss with ``training.losses.weighted_loss``.
+        preferences: accept preference pairs. Batches then have no ``labels`` but ``loss_weights``, and ``pair`` int64
+            [sequences, 2]. Compute the loss with ``dpo_loss``.
+        media: accept images and audio, and add model inputs for them to each batch: ``training.media.MediaInputs``, or
+            another function of a ``MediaBatch``. For models that count positions in three dimensions (M-RoPE),
+            ``position_ids`` are int64 [4, 1, tokens], with the positions of the text first; in the layout ``padded``
+            they are int64 [3, sequences, longest].
+        ignore_media: accept images and audio, and train as if their placeholder tokens were text. Their labels are
+            -100.
 
     Raises:
-        FormatError: ``layout`` is unknown, or ``flash`` with ``media``; a weight of a blend is not above 0, packs come
-            from different tokenizers, they hold preference pairs or KTO labels and ``preferences`` does not fit, or
-            images or audio, and neither ``media`` nor ``ignore_media`` was passed; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, or ``flash`` together with ``media``; a weight of a blend is not above 0;
+            packs come from different tokenizers; they have preference pairs or KTO labels that the options do not
+            fit; or they have images or audio, without ``media`` or ``ignore_media``.
+        ShardNotFoundError: there is nothing at a path.
+        SequenceError: see ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -375,16 +384,16 @@ def as_torch(
         <TorchPacks padded, pad_to_multiple_of=8: 28 packs of 21 of data/chats and 7 of data/chats>
     """
     if layout not in get_args(Layout):
-        raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
+        raise FormatError(f"unknown layout {layout!r}; choose one of {', '.join(get_args(Layout))}")
     if pad_to_multiple_of < 1:
-        raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
+        raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number of at least 1")
     columns = ("pair",) if preferences else ()
     takes_media = ignore_media or media is not None
     packs: Packs
     if isinstance(source, Sequence) and any(_is_weight(each) for each in source):
         packs = _blended(source, num_packs, columns, takes_media)
     elif num_packs is not None:
-        raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
+        raise FormatError("num_packs: only for a blend, a list with a weight before each path; leave it out")
     else:
         packs = _opened(source, columns)
         _require_trainable([packs], columns, takes_media)
@@ -404,7 +413,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
-    """The packs of what ``as_torch`` takes, but for a blend."""
+    """Return the packs of a source of ``as_torch`` that is not a blend."""
     is_path = isinstance(source, (str, os.PathLike, Sequence))
     packs: Any = source
     if is_path:
@@ -417,25 +426,25 @@ def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
 def _blended(
     source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...], takes_media: bool
 ) -> WeightedPacks:
-    """The packs of a list with a weight in front of each member."""
+    """Return the packs of a list with a weight before each member."""
     weights, members = source[::2], source[1::2]
     alternate = len(weights) == len(members) and all(map(_is_weight, weights)) and not any(map(_is_weight, members))
     if not alternate:
-        raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
+        raise FormatError(f'source: {brief(source)}, expected a weight before each path: [0.8, "a", 0.2, "b"]')
     opened = [_opened(each, columns) for each in members]
     _require_trainable(opened, columns, takes_media)
     return WeightedPacks(opened, weights, num_packs)
 
 
 def _pair_of(pack: Mapping[str, Any], index: int) -> NDArray[Any]:
-    """The column ``pair`` of a pack; FormatError where it was opened without."""
+    """Return the column ``pair`` of a pack. FormatError: it was opened without this column."""
     if (pair := pack.get("pair")) is None:
         raise FormatError(f"pack {index}: has no column 'pair'; open the dataset with columns=['pair']")
     return pair  # type: ignore[no-any-return]
 
 
 def _name(packs: Any) -> str:
-    """Where packs come from, for a ``repr``."""
+    """Return the name of the source of packs, for a ``repr``."""
     if isinstance(packs, WeightedPacks):
         each = [f"{count:,} of {_name(member)}" for member, count in zip(packs.members, packs.counts, strict=True)]
         return " and ".join(each)
@@ -446,15 +455,14 @@ def _name(packs: Any) -> str:
 
 
 def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], takes_media: bool) -> None:
-    """FormatError where packs are not to be trained on in this way.
+    """Raise FormatError if packs cannot be trained on with these options.
 
-    That is where a column judges their answers, where they have images or audio, and where they come from different
-    tokenizers.
+    Reasons are a column that marks bad answers, images or audio, and different tokenizers.
 
     Args:
         members: all packs that are trained on together.
-        columns: names of the columns that the loss takes.
-        takes_media: whether packs may have images and audio, which batches carry or leave out.
+        columns: names of the columns that the loss uses.
+        takes_media: whether packs may have images and audio.
     """
     first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
     for path, file in (each for member in members for each in _files_of(member)):
@@ -474,12 +482,12 @@ def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], takes
 
 
 def _files_of(packs: Any) -> Iterator[tuple[str, Header | PackedReader]]:
-    """The path of everything that packs lie in: of each shard with its header, of each other file with its reader.
+    """Yield the path of each file that packs come from: of a shard with its header, of another file with its reader.
 
-    Files whose format states no columns and no tokenizer are left out, and so are packs of other classes.
+    Files of formats that store neither columns nor a tokenizer are omitted. So are packs of unknown classes.
     """
     if isinstance(packs, TorchPacks | WeightedPacks):
-        raise FormatError(f"source: {packs!r}, which as_torch has made; pass what it was made of")
+        raise FormatError(f"source: {packs!r} is already a result of as_torch; pass its original source")
     if isinstance(packs, Subset):
         yield from _files_of(packs.dataset)
     elif isinstance(packs, ConcatDataset):

@@ -1,15 +1,15 @@
-"""Batches with images in the form that Megatron-Bridge's step for vision-language models takes.
+"""Batches with images for the vision-language training step of Megatron-Bridge.
 
-That form is one row with all sequences of the batch. Bridge's own data sets make it when they collate
-(``enable_in_batch_packing``); its ``training/vlm_step.py`` and its models read it. It differs from our batches:
+This step expects one row with all sequences of a batch, as Bridge's own data sets make it with
+``enable_in_batch_packing``. It differs from the batches of ``BatchAssembler``:
 
-- ``cu_seqlens_q`` has one entry for each sequence and one more. Padding is no sequence there, and no sequence is empty.
-- Sequences are padded to a multiple behind each of them, and ``cu_seqlens_q_padded`` says where each begins.
-- Labels are -100 where nothing is trained. They are shifted, as ours are.
-- Pixels are in ``visual_inputs``, an object with one attribute for each tensor.
+- ``cu_seqlens_q`` has one entry per sequence and one more. Padding is not a sequence, and no sequence is empty.
+- Sequences are padded to a multiple, and ``cu_seqlens_q_padded`` has the start of each sequence in the row.
+- Labels are -100 at positions that are not trained. They are shifted, like the labels of ``BatchAssembler``.
+- Pixels are in ``visual_inputs``, an object with one attribute per tensor.
 
-``bridge_vlm_batch`` converts a batch of ours. ``VLMPacks`` is a data set for Bridge's loader that gives such batches;
-``bridge_config.BridgeVLMConfig`` makes one from shards.
+``bridge_vlm_batch`` converts a batch. ``VLMPacks`` is a data set for Bridge's loader with such batches;
+``bridge_config.BridgeVLMConfig`` creates it from shards.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.training.batch import BatchAssembler
 
-# The tensors of a batch that the packed row is made of, or that follow from it.
+# The tensors of a batch that the packed row is made from, or that follow from it.
 _TEXT = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "mrope_position_ids")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _IGNORED = -100
-# What Bridge's own models put on padding in positions of three axes.
+# The position of padding in three-dimensional positions, as in Bridge's own models.
 _PADDING_POSITION = 1
 
 
 def bridge_vlm_batch(
     batch: Mapping[str, Any], *, sequence_multiple: int = 1, length: int | None = None, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Convert a batch of ours to what ``megatron.bridge.training.vlm_step`` takes from its data iterator.
+    """Convert a batch to the form that ``megatron.bridge.training.vlm_step`` reads from its data iterator.
 
-    The sequences of all rows are put into one row, in order. The padding of our rows is left out.
+    The sequences of all rows are put into one row, in order. The padding of the rows is left out.
 
     Args:
-        batch: what ``BatchAssembler`` or ``BatchLoader`` made with ``padding_mask=True``, in the form ``wide`` and, for
-            images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
+        batch: a batch of ``BatchAssembler`` or ``BatchLoader`` in the form ``wide``, made with ``padding_mask=True``
+            and, for images, with ``media=MediaInputs(...)``. Its sequences may be padded to any multiple.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        length: positions of the row, which is padded behind the last sequence. None for as many as the sequences need.
-            Pipeline and expert parallelism need rows of one length.
+        length: number of positions in the row, which is padded at the end. None for as many as the sequences need.
+            Pipeline and expert parallelism need rows of the same length.
         pad_id: a valid token id for padding.
 
     Returns:
-        T is the length of the row, n the number of sequences.
+        A dictionary; T is the length of the row, n the number of sequences:
 
-        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Entry j is about the token behind j.
-        - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], counted from 0 in each
+        - ``input_ids``, ``labels`` int64 [1, T], ``loss_mask`` float32 [1, T]. Labels and mask are shifted: entry j is
+          about token j + 1.
+        - ``position_ids`` int64: [3, 1, T] if the batch has ``mrope_position_ids``; else [1, T], from 0 in each
           sequence.
-        - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the sequences' own lengths.
-        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: where each begins in the row; the last is T.
-          Both are missing where nothing is padded.
-        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the longest with its padding. ``total_tokens`` is T, an int.
-        - ``attention_mask`` is None.
-        - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the processor's tensors; all None in a batch of text.
+        - ``cu_seqlens_q``, ``cu_seqlens_kv`` int32 [n + 1]: running sums of the unpadded lengths.
+        - ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` int32 [n + 1]: the start of each sequence in the row, then
+          T. Both are missing if nothing is padded.
+        - ``max_seqlen_q``, ``max_seqlen_kv`` int32, 0-D: the largest padded length.
+        - ``total_tokens``: T, an integer. ``attention_mask``: None.
+        - ``visual_inputs``: Bridge's ``GenericVisualInputs`` with the tensors of the processor; all None for text.
 
     Raises:
-        FormatError: the batch has no padding mask or is narrow; it has no tokens; it has something that
-            ``GenericVisualInputs`` has no attribute for, such as columns, recordings or encoded files.
+        FormatError: the batch has no padding mask or is narrow; it has no tokens; or it has entries for which
+            ``GenericVisualInputs`` has no attribute, such as columns, recordings or encoded files.
         ValueError: the sequences do not fit ``length``, or an argument is below 1.
         ImportError: Megatron-Bridge is not installed.
 
@@ -82,7 +83,7 @@ def bridge_vlm_batch(
     """
     for name, value in (("sequence_multiple", sequence_multiple), ("length", length)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} {value}: expected a whole number from 1")
+            raise ValueError(f"{name} {value}: expected a whole number of at least 1")
     _require_complete(batch)
     visual = _visual_inputs(batch)
     starts, lengths = _sequences(batch)
@@ -124,27 +125,27 @@ def bridge_vlm_batch(
 
 
 def _require_complete(batch: Mapping[str, Any]) -> None:
-    """FormatError where a batch lacks what the packed row is made of."""
+    """Raise FormatError if a batch lacks a tensor that the packed row is made from."""
     for name, remedy in (
         ("tokens", "pass a batch of BatchAssembler or BatchLoader"),
         ("labels", 'make batches with form="wide"'),
         ("cu_seqlens", "pass whole batches, not single rows"),
-        ("padding_mask", "make batches with padding_mask=True, which says where sequences end"),
+        ("padding_mask", "make batches with padding_mask=True, which marks the ends of sequences"),
     ):
         if name not in batch:
             raise FormatError(f"batch: has no {name!r}; {remedy}")
 
 
 def _sequences(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Where each sequence begins among the positions of all rows, and how many tokens it has, int64 [n] both."""
+    """Return the start of each sequence among the positions of all rows, and its number of tokens, both int64 [n]."""
     padding, bounds = batch["padding_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"]).long()
     count, width = padding.shape
     tokens_before = torch.nn.functional.pad((~padding).cumsum(1), (1, 0))
     lengths = tokens_before.gather(1, bounds).diff(dim=1)
     starts = bounds[:, :-1] + torch.arange(count)[:, None] * width
-    kept = lengths > 0  # what has no token is padding
+    kept = lengths > 0  # a sequence without tokens is padding
     if not kept.any():
-        raise FormatError("batch: has no tokens; Megatron-Bridge has no packed row without a sequence")
+        raise FormatError("batch: has no tokens; Megatron-Bridge does not support packed rows without a sequence")
     return starts[kept], lengths[kept]
 
 
@@ -153,13 +154,14 @@ def _running_sums(lengths: Tensor) -> Tensor:
 
 
 def _visual_inputs(batch: Mapping[str, Any]) -> Any:
-    """Bridge's object with what the processor made; FormatError where the batch has anything else."""
+    """Return Bridge's object with the outputs of the processor. FormatError: the batch has other entries too."""
     container = import_module("megatron.bridge.training.utils.visual_inputs").GenericVisualInputs
     places = [field.name for field in fields(container)]
     if unknown := sorted(set(batch) - {*_TEXT, *_BOUNDS, *places}):
         raise FormatError(
-            f"batch: has {', '.join(map(repr, unknown))}, which Megatron-Bridge's step for vision-language models does"
-            f" not take; it takes {', '.join(places)}; make batches without columns, with media=MediaInputs(...)"
+            f"batch: has {', '.join(map(repr, unknown))}, which Megatron-Bridge's training step for vision-language"
+            f" models does not accept; it accepts {', '.join(places)}; make batches without columns, with"
+            " media=MediaInputs(...)"
         )
     return container(**{name: batch[name] for name in places if name in batch})
 
@@ -167,10 +169,10 @@ def _visual_inputs(batch: Mapping[str, Any]) -> Any:
 class VLMPacks(Shown, Dataset[int]):
     """Packs with images as a data set for Megatron-Bridge's loader, which calls ``collate_fn`` in its workers.
 
-    An item is the number of a pack.
+    Each item is the number of a pack; ``collate_fn`` reads the packs.
 
     Args:
-        assembler: as ``bridge_vlm_batch`` wants its batches; rows have ``seq_length`` of it.
+        assembler: makes the batches for ``bridge_vlm_batch``; rows have its ``seq_length``.
     """
 
     def __init__(self, assembler: BatchAssembler) -> None:
@@ -184,11 +186,11 @@ class VLMPacks(Shown, Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
-            raise IndexError(f"pack {index} of {len(self)}")
+            raise IndexError(f"there is no pack {index}; the number of packs is {len(self)}")
         return int(index)
 
     def collate_fn(self, packs: Sequence[int]) -> dict[str, Any]:
-        """The batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
+        """Return the batch of these packs; see ``bridge_vlm_batch``. ValueError: they need more than one row."""
         batch, assembler = self.assembler.assemble(packs), self.assembler
         return bridge_vlm_batch(
             batch,

@@ -1,6 +1,6 @@
-"""Rows and templates that cannot be used, each with its message; and the sandbox that templates run in."""
+"""Errors for rows and templates that cannot be used, and for templates that leave the sandbox."""
 
-# ruff: noqa: E501 - tables of failures, one a line
+# ruff: noqa: E501 - tables of failures, one per line
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 PAIR = talk(user("question"), said("words of mine"))
 
 BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
-    "raises": (STYLES["renamed"].source, talk(said("a")), "refuses it: turns must alternate"),
-    "words dropped": ("{% for m in messages %}{{ m.role }}{% endfor %}", PAIR, "leaves out the words 'words of mine' of assistant message 2"),
-    "message dropped": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", PAIR, "leaves out assistant message 2"),
-    "marked words dropped": ("{% for m in messages %}{% generation %}x{% endgeneration %}{% endfor %}", PAIR, "leaves out the words"),
-    "all, words dropped": ("{{ messages[0].content }}", PAIR, "leaves out assistant message 2"),
+    "raises": (STYLES["renamed"].source, talk(said("a")), "rejects it: turns must alternate"),
+    "words dropped": ("{% for m in messages %}{{ m.role }}{% endfor %}", PAIR, "drops the words 'words of mine' of assistant message 2"),
+    "message dropped": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", PAIR, "drops assistant message 2"),
+    "marked words dropped": ("{% for m in messages %}{% generation %}x{% endgeneration %}{% endfor %}", PAIR, "drops the words"),
+    "all, words dropped": ("{{ messages[0].content }}", PAIR, "drops assistant message 2"),
     "all, undefined": ("{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n\n{{ nothing.at.all }}", PAIR, "line 5: 'nothing' is undefined"),
-    "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "leaves out 1 of 1 calls of look_up"),
-    "calls dropped, function spoken of": (CHATML, talk(user("u"), said("I look_up it", tool_calls=[call("look_up", {})])), "leaves out 1 of 1 calls of look_up"),
-    "calls dropped, name in a control token": (CHATML, talk(user("u"), said("a", tool_calls=[call("end", {})])), "leaves out 1 of 1 calls of end"),
-    "second call dropped": (CHATML.replace("m.content", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"), talk(user("u"), said("a", tool_calls=[call("look_up", {}), call("look_up", {})])), "leaves out 1 of 2 calls of look_up"),
+    "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "drops 1 of 1 calls of look_up"),
+    "calls dropped, function spoken of": (CHATML, talk(user("u"), said("I look_up it", tool_calls=[call("look_up", {})])), "drops 1 of 1 calls of look_up"),
+    "calls dropped, name in a control token": (CHATML, talk(user("u"), said("a", tool_calls=[call("end", {})])), "drops 1 of 1 calls of end"),
+    "second call dropped": (CHATML.replace("m.content", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"), talk(user("u"), said("a", tool_calls=[call("look_up", {}), call("look_up", {})])), "drops 1 of 2 calls of look_up"),
     "undefined": ("a\n{{ nothing.at.all }}", PAIR, "line 2: 'nothing' is undefined"),
     "wrong type": ("\n\n{{ 'a' + 1 }}", PAIR, "line 3: can only concatenate str"),
     "content missing": (CHATML.replace("m.content", "m.content.text.strip()"), talk(user("u"), {"role": "assistant", "tool_calls": [call("f", {})]}), "has no attribute 'text' (messages[1].content is missing or null;"),
     "runs into itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", PAIR, "maximum recursion depth"),
     "reserved variable": (CHATML, talk(user("u"), said("a"), kwargs={"messages": []}), "messages cannot be given"),
-    "measures": (MEASURES, PAIR, "t.jinja cannot be traced, and ends assistant message 2 in one way"),
+    "measures": (MEASURES, PAIR, "t.jinja cannot be traced, and it ends assistant message 2 differently"),
     "mixes": ("{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{{ m.content }}{{ messages[0].content }}.{% endif %}{% endfor %}", talk(user("question"), said("words"), user("more")), "writes words of message 1 in what it writes for assistant message 2"),
-    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "encloses the loop over the messages or stands outside it"),
+    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "is around or outside the loop over the messages"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
     "endless": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", PAIR, "loop iterations"),
-    "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters than any conversation needs"),
-    "long range": ("{% for a in range(10 ** 9) %}{% endfor %}", PAIR, "line 1: a template may not do this: Range too big"),
+    "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters than any conversation should"),
+    "long range": ("{% for a in range(10 ** 9) %}{% endfor %}", PAIR, "line 1: not allowed in a template: Range too big"),
     "long string": ("{{ 'x' * 10 ** 9 }}", PAIR, "repeats text or a list to more than"),
-    "great number": ("{{ 9 ** 9 ** 9 }}", PAIR, "computes ** of something else than numbers up to"),
+    "great number": ("{{ 9 ** 9 ** 9 }}", PAIR, "computes ** of something other than numbers up to"),
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_a_bad_row_is_named(name: str) -> None:
 
 
 def shown(outcome: object) -> object:
-    # Where Python notices that it recurses too deeply depends on how deep it is already.
+    # The place where Python stops recursion depends on the current depth.
     if isinstance(outcome, ValueError):
         return type(outcome), str(outcome).removesuffix(" while calling a Python object")
     return outcome
@@ -69,7 +69,8 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
         return shown(error)
 
 
-# What is endless runs for seconds, each of a dozen times.
+# Endless templates run for seconds, each a dozen times.
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "endless")) for name in BAD_ROWS]
 )
@@ -84,7 +85,7 @@ def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: di
 
 
 def test_rows_behind_one_that_fails_do_not_keep_its_error_waiting() -> None:
-    """A job that ends at its first bad row renders none of those behind it, each of which may take seconds."""
+    """A job that ends at its first bad row does not render later rows, which may each take seconds."""
     seen: list[str] = []
 
     def note(text: str) -> str:
@@ -118,7 +119,7 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "number": (lambda: MaskOptions(template_date=20250131), "20250131 is not a date like 2025-01-31"),
     "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
     "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
-    "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
+    "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "set a fixed date with --template-date"),
     "internals": (lambda: make("{{ messages.__class__.__mro__ }}").render(PAIR), "unsafe"),
     "changes data": (lambda: make("{{ messages.append(1) }}").render(PAIR), "unsafe"),
     "format": (lambda: make("{{ '{0.__class__.__mro__}'.format(1) }}").render(PAIR), "unsafe"),

@@ -1,4 +1,4 @@
-"""Input files to rows: every container gives the same rows, at the same positions, however it is cut."""
+"""Input files to rows: all containers give the same rows at the same positions, for any size of pieces."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ CONTAINERS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "json.zst", "
 
 
 def compress(data, suffix, split):
-    """As one member or frame, or as two end to end."""
+    """Compress as one member or frame, or as two, concatenated."""
     parts = [data[:split], data[split:]]
     if suffix == "gz":
         return b"".join(map(gzip.compress, parts))
@@ -35,12 +35,12 @@ def compress(data, suffix, split):
 
 
 def stored(data):
-    """A Zstandard frame of one block that is not compressed."""
+    """Return a Zstandard frame of one uncompressed block."""
     return b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
 
 
 def write_rows(folder, container, rows, *, indent=None, split=0, newline=True):
-    """Writes the rows and returns what to name as input."""
+    """Write the rows and return the value for ``--input``."""
     path = folder / f"rows.{container}"
     kind, _, compression = container.partition(".")
     if kind == "jsonl":
@@ -66,7 +66,7 @@ def write_rows(folder, container, rows, *, indent=None, split=0, newline=True):
 
 
 def save_to_disk(folder, tables):
-    """What Hugging Face datasets writes: Arrow streams, and a list of them."""
+    """Write a folder like Hugging Face datasets: Arrow streams and a list of them."""
     import pyarrow as pa
 
     folder.mkdir()
@@ -79,7 +79,7 @@ def save_to_disk(folder, tables):
 
 
 def read_all(given_input, piece_nbytes=8 << 20):
-    """Every (file name, position, row), through pickles as workers get them."""
+    """Return every (file name, position, row), after pickling, as in workers."""
     return [
         (piece.path, position, row)
         for piece in iter_pieces(expand_inputs([given_input]), piece_nbytes=piece_nbytes)
@@ -146,7 +146,7 @@ def test_the_same_pieces_compressed_or_not(tmp_path):
 
 
 def test_the_fingerprint_of_arrow_rows_is_of_their_values(tmp_path):
-    """Dictionaries, offset widths, chunks, empty columns and the writer are encodings: the rows are the same."""
+    """Dictionaries, offset widths, chunks, empty columns and the writer do not change the rows."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -228,7 +228,7 @@ def test_content_decides_the_kind(tmp_path, name, content, rows):
     path = tmp_path / name
     path.write_bytes(content)
     if rows is None:
-        with pytest.raises(FormatError, match="starts like no known file"):
+        with pytest.raises(FormatError, match="unknown file format"):
             read_all(str(path))
     else:
         assert [row for _, _, row in read_all(str(path))] == rows

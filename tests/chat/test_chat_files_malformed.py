@@ -1,4 +1,4 @@
-"""Malformed input files and names of inputs: each stops with an error that names the file and the remedy."""
+"""Malformed input files and input names: each is an error with the file and the remedy."""
 
 import bz2
 import gzip
@@ -38,7 +38,7 @@ def read_all(*inputs):
 
 
 BROKEN_FILES = {
-    "gz-cut": ("a.jsonl.gz", GZ[:-20], "broken gzip data: .*; make or download the file again"),
+    "gz-cut": ("a.jsonl.gz", GZ[:-20], "broken gzip data: .*; compress or download the file again"),
     "gz-no-trailer": ("a.jsonl.gz", GZ[:-4], "broken gzip data"),
     "gz-head-only": ("a.jsonl.gz", GZ[:8], "broken gzip data"),
     "gz-flipped": ("a.jsonl.gz", GZ[:300] + bytes([GZ[300] ^ 255]) + GZ[301:], "broken gzip data"),
@@ -49,29 +49,33 @@ BROKEN_FILES = {
     "zst-flipped": ("a.jsonl.zst", ZST[:60] + bytes([ZST[60] ^ 255]) + ZST[61:], "broken zstd data"),
     "zst-junk-after": ("a.jsonl.zst", ZST + b"junk", "broken zstd data"),
     "zst-cut-between": ("a.jsonl.zst", ZST + ZST[:10], "broken zstd data: ends inside a frame"),
-    "bz2": ("a.jsonl.bz2", bz2.compress(LINES), "starts like no known file, b'BZh.*; expected .json, .jsonl"),
-    "xz": ("a.jsonl.xz", lzma.compress(LINES), "starts like no known file, .*7zXZ"),
-    "zip": ("a.zip", b"PK\x03\x04....", "starts like no known file, b'PK"),
-    "utf16": ("a.json", '{"a": 1}'.encode("utf-16"), "starts like no known file"),
-    "npy": ("a.npy", b"\x93NUMPY\x01\x00", "starts like no known file, .*NUMPY"),
-    "text": ("a.txt", b"prompt,answer\n1,2\n", "starts like no known file, b'prompt,answer"),
-    "gz-of-text": ("a.gz", gzip.compress(b"prompt,answer\n1,2\n"), "starts like no known file"),
+    "bz2": (
+        "a.jsonl.bz2",
+        bz2.compress(LINES),
+        "unknown file format, the file begins with b'BZh.*; expected .json, .jsonl",
+    ),
+    "xz": ("a.jsonl.xz", lzma.compress(LINES), "unknown file format, the file begins with .*7zXZ"),
+    "zip": ("a.zip", b"PK\x03\x04....", "unknown file format, the file begins with b'PK"),
+    "utf16": ("a.json", '{"a": 1}'.encode("utf-16"), "unknown file format"),
+    "npy": ("a.npy", b"\x93NUMPY\x01\x00", "unknown file format, the file begins with .*NUMPY"),
+    "text": ("a.txt", b"prompt,answer\n1,2\n", "unknown file format, the file begins with b'prompt,answer"),
+    "gz-of-text": ("a.gz", gzip.compress(b"prompt,answer\n1,2\n"), "unknown file format"),
     "csv with semicolons": ("a.csv", b"prompt;answer\n1;2\n", "the header is one column, .*; expected commas .*';'"),
     "csv with a name twice": ("a.csv", b"prompt,prompt\n1,2\n", "the header has 'prompt' twice"),
     "csv with an empty line first": ("a.csv", b"\nprompt,answer\n1,2\n", "the first line is empty"),
     "csv with no name": ("a.csv", b"prompt,\n1,2\n", "a column without a name"),
     "csv of another encoding": ("a.csv", b"prompt,r\xe9ponse\n1,2\n", "header: not valid UTF-8"),
     "tsv with commas": ("a.tsv", b"prompt,answer\n1,2\n", "expected tabs between columns, found ','"),
-    "gz-of-parquet": ("a.parquet.gz", gzip.compress(b"PAR1..."), "starts like no known file, b'PAR1"),
+    "gz-of-parquet": ("a.parquet.gz", gzip.compress(b"PAR1..."), "unknown file format, the file begins with b'PAR1"),
     "array-cut": ("a.json", b'[{"n": 1}, {"n": 2', "the JSON array is not closed after 18 bytes"),
     "array-cut-in-string": ("a.json", b'[{"n": "1}]', "the JSON array is not closed"),
     "array-closed-by-brace": ("a.json", b'[{"n": 1}, {"n": 2}}', r"the JSON array ends with '}', expected ']'"),
     "array-of-nothing-closed-by-brace": ("a.json", b"[}", r"the JSON array ends with '}', expected ']'"),
     "array-open-only": ("a.json", b" [", "the JSON array is not closed"),
-    "array-twice": ("a.json", b'[{"n": 1}]\n[{"n": 2}]', r"something follows the end .* b'\[\{\"n\": 2\}\]'"),
-    "array-and-bracket": ("a.json", b'[{"n": 1}]]', "something follows the end of the JSON array"),
+    "array-twice": ("a.json", b'[{"n": 1}]\n[{"n": 2}]', r"data after the end .* b'\[\{\"n\": 2\}\]'"),
+    "array-and-bracket": ("a.json", b'[{"n": 1}]]', "data after the end of the JSON array"),
     "object-of-rows": ("a.json", b'{\n "data": [\n  {"n": 1}\n ]\n}\n', "one JSON object over several lines"),
-    "scalar": ("a.json", b'"text"', "starts like no known file"),
+    "scalar": ("a.json", b'"text"', "unknown file format"),
     "parquet-cut": ("a.parquet", lambda p: parquet_bytes(p)[:-30], "not a readable Parquet file"),
     "parquet-head-only": ("a.parquet", b"PAR1", "not a readable Parquet file"),
     "parquet-hole": (
@@ -130,11 +134,11 @@ def test_bad_line_between_good_ones(tmp_path, bad):
     [
         (b'[{"a": 1}, {"a" 2}, {"a": 3}]', 2, "not valid JSON"),
         (b'[{"a": 1}, {"a": 2], {"a": 3}]', 2, "not valid JSON"),
-        (b'[{"a": 1}, , {"a": 3}]', 2, "a comma too many"),
-        (b'[{"a": 1}, {"a": 3}, ]', 3, "a comma too many"),
-        (b"[,]", 1, "a comma too many"),
-        # The blank element is a piece of its own: the next one does not fit beside it.
-        (b'[, {"a": "' + b"x" * 200 + b'"}]', 1, "a comma too many"),
+        (b'[{"a": 1}, , {"a": 3}]', 2, "an extra comma"),
+        (b'[{"a": 1}, {"a": 3}, ]', 3, "an extra comma"),
+        (b"[,]", 1, "an extra comma"),
+        # The blank element is a separate piece, because the next element does not fit into it.
+        (b'[, {"a": "' + b"x" * 200 + b'"}]', 1, "an extra comma"),
         (b'[{"a": 1} {"a": 2}]', 1, "not valid JSON"),
         (b'[{"a": "\xff"}, {"a": 3}]', 1, "not valid UTF-8"),
     ],
@@ -156,7 +160,7 @@ def test_a_row_without_end_stops_before_it_fills_the_memory(tmp_path, monkeypatc
     path.write_bytes(b'[{"a": 1}, ' + row if name == "a.json" else b'{"a": 1}\n' + row)
     if row.endswith(b'x"') and name == "a.json":
         path.write_bytes(path.read_bytes() + b"]")
-    with pytest.raises(FormatError, match=r"row 2 is longer than 4000 bytes; expected one JSON object a line"):
+    with pytest.raises(FormatError, match=r"row 2 is longer than 4000 bytes; expected one JSON object per line"):
         list(iter_pieces(expand_inputs([path]), piece_nbytes=100))
 
 
@@ -178,13 +182,13 @@ def twice(folder):
 
 
 BAD_INPUTS = {
-    "none": (lambda p: [], "no input: name at least one file"),
+    "none": (lambda p: [], "no input: pass at least one file"),
     "empty": (lambda p: [""], "an input is an empty string"),
     "missing": (lambda p: [p / "nope.jsonl"], "nope.jsonl: no such file or folder"),
     "glob": (lambda p: [f"{p}/*.jsonl"], r"\*.jsonl: no file matches"),
     "glob-of-folders": (lambda p: [(p / "d").mkdir(), f"{p}/*"][1:], "no file matches"),
-    "folder": (lambda p: [p], r"not one made by save_to_disk; .* such as '.*\*.jsonl'"),
-    "splits": (lambda p: [splits(p / "ds")], "several splits; name the one you mean: .*ds/train, .*ds/test"),
+    "folder": (lambda p: [p], r"was not written by save_to_disk; .* such as '.*\*.jsonl'"),
+    "splits": (lambda p: [splits(p / "ds")], "several splits; choose one: .*ds/train, .*ds/test"),
     "state-broken": (lambda p: [saved(p / "ds", "{")], "ds/state.json: not valid JSON"),
     "state-list": (lambda p: [saved(p / "ds", "[]")], "ds/state.json: expected a JSON object"),
     **{
@@ -193,12 +197,12 @@ BAD_INPUTS = {
             ("{}", '{"_data_files": 5}', '{"_data_files": [1]}', '{"_data_files": [{"x": 1}]}')
         )
     },
-    "state-file-number": (lambda p: [saved(p / "ds", '{"_data_files": [{"filename": 5}]}')], "lacks its data: 5"),
-    "state-empty": (lambda p: [saved(p / "ds", '{"_data_files": []}')], "lacks its data: no .arrow files"),
-    "state-missing": (lambda p: [saved(p / "ds")], "ds: this saved dataset lacks its data: d.arrow"),
+    "state-file-number": (lambda p: [saved(p / "ds", '{"_data_files": [{"filename": 5}]}')], "are missing: 5"),
+    "state-empty": (lambda p: [saved(p / "ds", '{"_data_files": []}')], "are missing: no .arrow files"),
+    "state-missing": (lambda p: [saved(p / "ds")], "ds: data files of this saved dataset are missing: d.arrow"),
     "state-selection": (lambda p: [saved(p / "ds", '{"_indices_data_files": [1]}')], r"flatten_indices\(\)"),
-    "twice": (lambda p: [twice(p / "a.jsonl")] * 2, "a.jsonl: named twice"),
-    "twice-by-glob": (lambda p: [twice(p / "a.jsonl"), f"{p}/*"], r"named twice, by '.*a.jsonl' and '.*/\*'"),
+    "twice": (lambda p: [twice(p / "a.jsonl")] * 2, "a.jsonl: matched twice"),
+    "twice-by-glob": (lambda p: [twice(p / "a.jsonl"), f"{p}/*"], r"matched twice, by '.*a.jsonl' and '.*/\*'"),
     "dangling": (lambda p: [(p / "a.jsonl").symlink_to("gone"), p / "a.jsonl"][1:], "cannot be read: No such"),
     "pipe": (lambda p: [os.mkfifo(p / "a.jsonl"), p / "a.jsonl"][1:], "not a regular file"),
 }
@@ -214,7 +218,7 @@ def test_bad_input_name(tmp_path, case):
 def test_the_same_file_by_two_links_is_named_twice(tmp_path):
     twice(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
-    with pytest.raises(FormatError, match=r"b.jsonl: named twice"):
+    with pytest.raises(FormatError, match=r"b.jsonl: matched twice"):
         expand_inputs([f"{tmp_path}/*.jsonl"])
 
 

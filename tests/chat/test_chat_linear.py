@@ -1,4 +1,4 @@
-"""Rendering a chat costs as many renderings, and as many characters, for each turn, however many turns it has."""
+"""The cost of rendering a chat, in renderings and characters, is linear in the number of turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def turns(count: int, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of all texts that templates render."""
+    """Provide the lengths of all texts that templates render."""
     lengths: list[int] = []
     text = TracedTemplate._text
 

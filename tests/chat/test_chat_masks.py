@@ -1,6 +1,6 @@
-"""What options, weights, markers and control tokens do to spans."""
+"""The effect of options, weights, generation markers and control tokens on trained spans."""
 
-# ruff: noqa: E501 - templates and conversations, one a line
+# ruff: noqa: E501 - templates and conversations, one per line
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_thinking_inside_the_content_is_left_out_too() -> None:
 
 
 def test_repeated_words_are_placed_by_a_marked_render() -> None:
-    # "a" stands in the header, in the reasoning and twice in the answer.
+    # "a" occurs in the header, in the reasoning and twice in the answer.
     conversation = talk(user("a"), said("a a", reasoning_content="a"))
     assert learnt(STYLES["thinking"].source, conversation, train_on_thinking=False) == ["a a<|im_end|>"]
 
@@ -174,7 +174,7 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
     assert rendered.notes == {"reasoning_dropped": 1}
     assert trained(rendered) == ["a<|im_end|>", "<think>\nkept thought\n</think>\n\nb<|im_end|>"]
     with pytest.raises(
-        SequenceError, match="leaves out the reasoning of assistant message 2; --earlier-reasoning split makes"
+        SequenceError, match="drops the reasoning of assistant message 2; --earlier-reasoning split makes"
     ):
         make(STYLES["thinking"].source).render(conversation)
     assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
@@ -192,7 +192,7 @@ def test_an_answer_that_repeats_dropped_reasoning_is_learnt_whole(reasoning: str
     rendered = make(source, train_on_thinking=False).render(conversation)
     assert trained(rendered) == ["It is four.<|im_end|>"]
     assert rendered.notes == {"reasoning_dropped": 1}
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
+    with pytest.raises(SequenceError, match="drops the reasoning of assistant message 2"):
         make(source).render(conversation)
 
 
@@ -215,7 +215,7 @@ def test_words_that_only_the_header_or_the_call_spells_are_left_out(words: str) 
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert learnt(source, talk(user("u"), said("", tool_calls=[call("look", {})]))) == ['{"name": "look"}<|im_end|>']
-    with pytest.raises(SequenceError, match=f"leaves out the words '{words}' of assistant message 2"):
+    with pytest.raises(SequenceError, match=f"drops the words '{words}' of assistant message 2"):
         make(source).render(talk(user("u"), said(words, tool_calls=[call("look", {})])))
 
 
@@ -246,9 +246,7 @@ def test_turns_that_the_next_one_begins_with_are_one_sequence() -> None:
 
 
 def test_reasoning_that_no_turn_keeps_is_an_error_turn_by_turn() -> None:
-    with pytest.raises(
-        SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--earlier-reasoning drop"
-    ):
+    with pytest.raises(SequenceError, match=r"drops the reasoning of assistant message 2;.*--earlier-reasoning drop"):
         make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
 
 
@@ -286,6 +284,7 @@ MARKED_VARIANTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MARKED_VARIANTS)
 def test_markers_are_taken_as_they_stand(name: str) -> None:
     source = MARKED_VARIANTS[name]
@@ -373,7 +372,7 @@ def test_control_tokens_that_the_template_reads_mean_what_it_makes_of_them() -> 
 def test_a_template_that_runs_away_without_a_control_token_is_not_said_to_read_it() -> None:
     endless = "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}"
     source = "{% if messages[0].content[0] == 'a' and '</s>' not in messages[0].content %}" + endless + "{% endif %}"
-    with pytest.raises(SequenceError, match="characters than any conversation needs"):
+    with pytest.raises(SequenceError, match="characters than any conversation should"):
         make(source + CHATML).render(talk(user("a</s>"), said("fine")))
 
 
@@ -388,7 +387,7 @@ def test_a_template_that_runs_away_without_a_control_token_is_not_said_to_read_i
 def test_literals_are_exactly_the_data_s_control_tokens(contents: list[str]) -> None:
     messages = [user(text) if number % 2 == 0 else said(text) for number, text in enumerate(contents)]
     rendered = make(STYLES["late end"].source).render(talk(*messages))
-    # Spelt out from the template: where each content lies, by hand.
+    # The expected spans are computed here from the template.
     text, expected, longest_first = "<s>", [], sorted(CONTROLS, key=len, reverse=True)
     for number, content in enumerate(contents):
         text += "</s>" if number and number % 2 == 0 else ""
@@ -472,7 +471,7 @@ def test_a_break_behind_the_else_of_a_loop_ends_the_loop_around_it() -> None:
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"), user("stop"))) == ["a.", "b."]
 
 
-# Exactly what markers enclose
+# Exactly the text between markers
 
 EVERYONE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }};{% endgeneration %}{% endfor %}"
 AROUND_THE_LOOP = "{% generation %}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% endgeneration %}"
@@ -498,8 +497,8 @@ def test_what_markers_enclose_has_the_weight_of_who_says_it() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (EVERYONE, "enclose what message 1 (user) says; mend the markers, or train on exactly what they enclose"),
-        (AROUND_THE_LOOP, "enclose what message 1 (user) says"),
+        (EVERYONE, "enclose text of message 1 (user); fix the markers, or train on exactly the enclosed text"),
+        (AROUND_THE_LOOP, "enclose text of message 1 (user)"),
     ],
 )
 def test_markers_around_others_are_refused_by_name(source: str, reason: str) -> None:
@@ -510,8 +509,8 @@ def test_markers_around_others_are_refused_by_name(source: str, reason: str) -> 
 
 
 def test_markers_alone_need_markers_and_no_other_choice() -> None:
-    with pytest.raises(FormatError, match="this one has none"):
+    with pytest.raises(FormatError, match="this template has none"):
         make(CHATML, train_on="markers")
     for options in ({"train_on_thinking": False}, {"train_on_tool_calls": False}, {"earlier_reasoning": "split"}):
-        with pytest.raises(FormatError, match="exactly what the markers enclose"):
+        with pytest.raises(FormatError, match="on exactly the text that the markers enclose"):
             MaskOptions(train_on="markers", **options)

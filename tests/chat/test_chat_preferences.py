@@ -1,4 +1,4 @@
-"""Rows that judge answers: pairs in the shapes that data comes in, and verdicts."""
+"""Rows with preference pairs, in all shapes that data sets use, and with verdicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turns(*texts: str, first: str = "human") -> list[dict[str, str]]:
 
 HH = "\n\nHuman: Q\n\nAssistant:"
 Q, GOOD, BAD = said("Q"), said("A", roles="a"), said("B", roles="a")
-# All are the same pair: the question Q, answered by A, which is better, or by B.
+# All are the same pair: the question Q with the better answer A and the worse answer B.
 SHAPES: dict[str, dict[str, Any]] = {
     "TRL, with its prompt": {"prompt": Q, "chosen": GOOD, "rejected": BAD},
     "TRL, the prompt in both": {"chosen": said("Q", "A"), "rejected": said("Q", "B")},
@@ -87,7 +87,7 @@ def test_only_what_follows_the_common_messages_is_trained_on() -> None:
     }
     (chosen, rejected), _ = read_judged(row, PAIRS)
     assert [chosen.weights, rejected.weights] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
-    # An answer that both begin with alike is part of the prompt.
+    # An answer with which both conversations begin is part of the prompt.
     row = {"messages": Q, "chosen": said("A", "Q", "C", roles="au"), "rejected": said("A", "Q", "D", roles="au")}
     assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0, 0, 1]] * 2
 
@@ -124,21 +124,24 @@ def test_what_stands_beside_a_pair_is_read() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": said("Q", "A")}, "it has no rejected"),
-        ({"prompt": "Q", "rejected": "B"}, "it has no chosen"),
-        ({"messages": said("Q", "A", "Q", "B"), "chosen": "", "rejected": "C"}, "chosen: the assistant says nothing"),
+        ({"messages": said("Q", "A")}, "not a preference row: rejected is missing"),
+        ({"prompt": "Q", "rejected": "B"}, "not a preference row: chosen is missing"),
+        (
+            {"messages": said("Q", "A", "Q", "B"), "chosen": "", "rejected": "C"},
+            "chosen: no assistant message is trained on",
+        ),
         (
             {"messages": said("Q", "A"), "chosen": [], "rejected": "C"},
-            "chosen is neither a string, nor a turn, nor a list",
+            "chosen is not a string, a message or a list",
         ),
-        ({"chosen": "A", "rejected": "B"}, "no message is before both"),
-        ({"chosen": said("Q", "A"), "rejected": said("P", "B")}, "no message is before both"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),
-        ({"chosen": said("Q", "A"), "rejected": said("Q")}, "one is the beginning of the other"),
-        ({"prompt": "Q", "chosen": "A", "rejected": [1]}, "rejected is neither a string"),
-        ({"prompt": "Q", "chosen": 1.5, "rejected": "B"}, "chosen is neither a string"),
+        ({"chosen": "A", "rejected": "B"}, "have no common prompt"),
+        ({"chosen": said("Q", "A"), "rejected": said("P", "B")}, "have no common prompt"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are equal"),
+        ({"chosen": said("Q", "A"), "rejected": said("Q")}, "one is a prefix of the other"),
+        ({"prompt": "Q", "chosen": "A", "rejected": [1]}, "rejected is not a string"),
+        ({"prompt": "Q", "chosen": 1.5, "rejected": "B"}, "chosen is not a string"),
         ({"prompt": 3, "chosen": "A", "rejected": "B"}, "prompt is a number, expected a string"),
-        ({"messages": "Q", "chosen": "A", "rejected": "B"}, "messages is no list"),
+        ({"messages": "Q", "chosen": "A", "rejected": "B"}, "messages is not a list"),
         (
             {"history": ["x"], "prompt": "Q", "chosen": "A", "rejected": "B"},
             r"history is not a list of \[prompt, answer\] pairs",
@@ -150,11 +153,14 @@ def test_what_stands_beside_a_pair_is_read() -> None:
         ),
         (
             {"prompt": Q, "chosen": GOOD, "rejected": [{"role": "tool", "content": "B"}]},
-            "rejected: the assistant says nothing",
+            "rejected: no assistant message is trained on",
         ),
         ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, r"^chosen\[0\] has the role 'x'"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; --processor FOLDER reads"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label is true"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]},
+            "images; pass --processor FOLDER to read",
+        ),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, r"label .true."),
         (None, "the row is null, expected an object"),
     ],
 )
@@ -205,7 +211,7 @@ def test_both_answers_are_to_the_prompt_whether_it_stands_before_them_or_not(
     ids=["ms-swift", "whole", "in the end", "answers of several turns"],
 )
 def test_the_two_differ_in_answers_alone(row: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match="differ in what is asked"):
+    with pytest.raises(RowError, match="have different prompts"):
         read_judged(row, PAIRS)
 
 
@@ -219,9 +225,10 @@ def test_an_answer_within_the_prompt_is_that_of_both() -> None:
         read_judged({"messages": prompt, "chosen": prompt, "rejected": row["rejected"]}, PAIRS)
     for rejected in (BAD, said("B", "P", "C", roles="aua")):
         tooled = [*Q, *GOOD, {"role": "tool", "content": "T"}]
-        with pytest.raises(RowError, match="one is the beginning of the other"):
+        with pytest.raises(RowError, match="one is a prefix of the other"):
             read_judged({"messages": tooled, "chosen": tooled, "rejected": rejected}, PAIRS)
-    # Without a prompt these are two answers to Q, of several turns each; as they are where the messages are the chosen.
+    # Without a prompt, these are two answers to Q of several turns each. The same holds if the messages equal the
+    # chosen.
     for beside in ({}, {"prompt": "Q"}, {"messages": row["chosen"]}):
         (chosen, rejected), _ = read_judged({**beside, **row}, PAIRS)
         assert chosen.weights == rejected.weights == [0, 1, 1, 1]
@@ -235,10 +242,10 @@ def parts(text: str, role: str = "assistant") -> dict[str, Any]:
 def test_an_answer_in_two_spellings_is_one_answer(same: Any) -> None:
     for whole in (parts("Q", "user"), {"from": "human", "value": "Q"}):
         row: dict[str, Any] = {"prompt": "Q", "chosen": said("Q", "A"), "rejected": same}
-        with pytest.raises(RowError, match="are the same"):
+        with pytest.raises(RowError, match="are equal"):
             read_judged(row, PAIRS)
         if isinstance(same, dict) and ("from" in same) == ("from" in whole):
-            with pytest.raises(RowError, match="are the same"):
+            with pytest.raises(RowError, match="are equal"):
                 read_judged({"chosen": said("Q", "A"), "rejected": [whole, same]}, PAIRS)
 
 
@@ -260,7 +267,7 @@ def test_a_rejected_answer_stands_in_the_place_of_the_chosen_one() -> None:
     ):
         for chosen in (GOOD, call + GOOD, call + tool + GOOD):
             if before[-1] in tool and tool[0] in chosen:
-                continue  # then the end of what precedes the answer is not where this test has it
+                continue  # here the text before the answer ends elsewhere
             at = len(before) + 2 * (tool[0] in chosen and len(answers) == 1)
             pair, _ = read_judged({"messages": before + chosen, "rejected_response": rejected}, PAIRS)
             assert [one.messages for one in pair] == [before + chosen, (before + chosen)[:at] + answers]
@@ -270,7 +277,7 @@ def test_a_rejected_answer_stands_in_the_place_of_the_chosen_one() -> None:
 @pytest.mark.parametrize("answer", ["A", GOOD, GOOD[0]])
 def test_messages_that_end_with_an_answer_do_not_ask_for_it_again(answer: Any) -> None:
     for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
-        with pytest.raises(RowError, match="the row's messages ends with an answer already"):
+        with pytest.raises(RowError, match="the row's messages already ends with the answer"):
             read_judged({"messages": said("Q", "A"), name: answer, other: "B"}, PAIRS)
 
 
@@ -287,7 +294,7 @@ def test_what_ms_swift_gives_the_rejected_alone_is_not_passed_over() -> None:
 def test_an_answer_of_weight_0_makes_no_pair() -> None:
     for name in ("chosen", "rejected"):
         row: dict[str, Any] = {"prompt": "Q", "chosen": "A", "rejected": "B"}
-        with pytest.raises(RowError, match=f"{name}: the assistant says nothing that is trained on"):
+        with pytest.raises(RowError, match=f"{name}: no assistant message is trained on"):
             read_judged({**row, name: [GOOD[0] | {"content": "C", "weight": 0}]}, PAIRS)
     row = {"prompt": Q, "chosen": [GOOD[0] | {"weight": 0.5}], "rejected": BAD}
     assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0.5], [0, 1]]
@@ -298,8 +305,8 @@ def test_a_row_of_both_kinds_is_told_what_to_leave_out(options: RowOptions) -> N
     with pytest.raises(RowError) as caught:
         read_judged({"prompt": "Q", "chosen": "A", "rejected": "B", "label": False}, options)
     assert str(caught.value) == (
-        "a preference row (chosen, rejected) in which label is false, a verdict on one answer: leave out what is not"
-        " meant"
+        "the row has a preference pair (chosen, rejected) and also label (false), the label of a single answer: remove"
+        " one of the two"
     )
 
 
@@ -318,13 +325,13 @@ def test_a_row_of_both_kinds_is_told_what_to_leave_out(options: RowOptions) -> N
     ids=["a tool", "a system", "empty", "weight 0", "not to train", "completion", "mask", "first token"],
 )
 def test_a_verdict_is_on_something_that_is_trained_on(row: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match="no answer that its label could judge"):
+    with pytest.raises(RowError, match="a label but no answer"):
         read_judged({**row, "label": True}, VERDICTS)
 
 
 def test_two_verdicts_that_differ_are_none() -> None:
     row = {"prompt": "Q", "completion": "A"}
-    with pytest.raises(RowError, match="label and kto_tag that differ; keep one"):
+    with pytest.raises(RowError, match="label and kto_tag of the row differ; keep one"):
         read_judged({**row, "label": True, "kto_tag": False}, VERDICTS)
     assert read_judged({**row, "label": 1, "kto_tag": True}, VERDICTS) == read_judged({**row, "label": 1}, VERDICTS)
 
@@ -368,12 +375,12 @@ def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": said("Q", "A")}, "no row of KTO: it has no label or kto_tag"),
+        ({"messages": said("Q", "A")}, "not a KTO row: it has no label or kto_tag"),
         ({"messages": said("Q", "A"), "label": "good"}, "label is 'good', expected true or false"),
         ({"messages": said("Q", "A"), "label": 2}, "label is '2'"),
         ({"messages": said("Q", "A"), "label": 0.5}, "label is '0.5'"),
-        ({"messages": said("Q", "A", "P"), "label": True}, "ends with a user's message"),
-        ({"chosen": "A", "rejected": "B", "prompt": "Q", "label": True}, "a preference row"),
+        ({"messages": said("Q", "A", "P"), "label": True}, "ends with a user message"),
+        ({"chosen": "A", "rejected": "B", "prompt": "Q", "label": True}, "a preference pair"),
         ([1], "the row is a list, expected an object"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Judged answers in thousands of drawn spellings, held to an oracle that knows what was spelled."""
+"""Preference pairs and verdicts in thousands of random spellings, compared with an oracle."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PAIRS, VERDICTS = RowOptions(kind="preference"), RowOptions(kind="kto")
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 TEXTS = ("Q", "P", "A", "B", "A ", "Seven.", "[1, 2]", "{}")
 
-# A conversation as the oracle knows it: role and text of each message, and its weight where it says one.
+# A conversation in the oracle: role, text and, if given, weight of each message.
 Turn = tuple[str, str]
 Talk = list[Turn]
-# Both conversations, or the one that is judged, and how many of the first messages are not trained on.
+# Both conversations, or the judged one, and the number of first messages that are not trained on.
 Pair = tuple[list[Talk], int]
 
 
@@ -41,7 +41,7 @@ def message(draw: Random, turn: Turn) -> dict[str, Any]:
 
 
 def spelled(draw: Random, talk: Talk) -> Any:
-    """A list of messages in one of the ways that rows have them."""
+    """Return a list of messages in one of the forms that rows use."""
     if draw.random() < 0.3:
         turns = [{"from": SHAREGPT[role], "value": text} for role, text in talk]
     else:
@@ -50,7 +50,7 @@ def spelled(draw: Random, talk: Talk) -> Any:
 
 
 def answer(draw: Random, talk: Talk) -> Any:
-    """What follows a prompt: a string or one turn where it is one message of the assistant's, else a list."""
+    """Return the answer to a prompt: a string or one turn if it is a single assistant message, otherwise a list."""
     if len(talk) == 1 and talk[0][0] == "assistant" and draw.random() < 0.6:
         text = talk[0][1]
         return draw.choice([text, message(draw, talk[0]), {"from": "gpt", "value": text}])
@@ -81,14 +81,14 @@ def drawn_answer(draw: Random) -> Talk:
 
 
 def damaged(draw: Random, talk: Talk) -> Talk:
-    """Another conversation: a message of another text or role, one less, or one more."""
+    """Return a changed conversation: a message with another text or role, one less, or one more."""
     at = draw.randrange(len(talk))
     changed = draw.choice([[(talk[at][0], "OTHER")], [("user", talk[at][1])], [], [talk[at], ("user", "more")]])
     return talk[:at] + changed + talk[at + 1 :]
 
 
 def expected_pair(prompt: Talk, chosen: Talk, rejected: Talk) -> Pair | None:
-    """Both conversations and how many messages they share; None where they are no two answers to the prompt."""
+    """Return both conversations and their number of common messages; None if they are no two answers to the prompt."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -104,18 +104,18 @@ def expected_pair(prompt: Talk, chosen: Talk, rejected: Talk) -> Pair | None:
 
 
 def in_its_place(chosen: Talk, answer: Talk) -> Talk:
-    """The chosen conversation with an answer in the place of what the assistant says last, or of all that follows."""
+    """Return the chosen conversation with its last assistant message, or everything after the prompt, replaced."""
     stops = ("user", "system", "tool") if len(answer) == 1 else ("user", "system")
     return chosen[: max((i + 1 for i, (role, _) in enumerate(chosen) if role in stops), default=0)] + answer
 
 
 def damaged_or_not(draw: Random, talk: Talk, share: float = 0.3) -> Talk:
-    """The conversation, a share of the times with something wrong."""
+    """Return the conversation, damaged with probability ``share``."""
     return damaged(draw, talk) if draw.random() < share else talk
 
 
 def drawn_prompted(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any], Pair | None]:
-    """A row with a prompt beside two answers, each of them bare or a whole conversation."""
+    """Draw a row with a prompt and two answers, each of them bare or a whole conversation."""
     prompt, row, system = drawn_prompt(draw), dict[str, Any](), None
     if draw.random() < 0.5:
         row[draw.choice(["prompt", "messages", "conversations", "conversation"])] = spelled(draw, prompt)
@@ -125,7 +125,7 @@ def drawn_prompted(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any]
         row = {draw.choice(["prompt", "instruction", "question", "query"]): asked, "system": system, "input": ""}
         row["history"] = history or None
         prompt = [each for one, other in history for each in (("user", one), ("assistant", other))] + [("user", asked)]
-    # Whole conversations may begin with the system prompt that stands beside them.
+    # Whole conversations may begin with the system prompt from the other column.
     ahead = [("system", "S")] * (system is not None and draw.random() < 0.5)
     talks = []
     for name in names:
@@ -133,7 +133,7 @@ def drawn_prompted(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any]
         if whole:
             said = damaged_or_not(draw, ahead + prompt + said)
         row[name] = spelled(draw, said) if whole else answer(draw, said)
-        # What begins with an answer follows the prompt, also where it is a conversation that lost its beginning.
+        # A list that begins with an answer continues the prompt, even if it is a conversation that lost its beginning.
         talks.append(said if said[0][0] in ("system", "user") else prompt + said)
     pair = expected_pair(prompt, *talks)
     if pair is None or system is None or talks[0][0] == ("system", system):
@@ -142,7 +142,7 @@ def drawn_prompted(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any]
 
 
 def drawn_whole(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any], Pair | None]:
-    """A row of two whole conversations, or of one and an answer in the place of its own."""
+    """Draw a row of two whole conversations, or of one conversation and another answer to it."""
     prompt, good, bad = drawn_prompt(draw), drawn_answer(draw), drawn_answer(draw)
     kind = draw.choice(["TRL", "UltraFeedback", "ms-swift", "ms-swift, messages", "Anthropic"])
     if kind == "ms-swift":
@@ -163,20 +163,20 @@ def drawn_whole(draw: Random, names: tuple[str, str]) -> tuple[dict[str, Any], P
             row |= {"messages": spelled(draw, chosen), "prompt": prompt[-1][1]}
             if rejected[0][0] == "assistant":
                 rejected = in_its_place(chosen, rejected)
-    # Messages that do not end with an answer are no chosen conversation, but a prompt.
+    # Messages that do not end with an answer are a prompt, not a chosen conversation.
     is_prompt = "messages" in row and chosen[-1][0] != "assistant"
     return row, expected_pair(chosen if is_prompt else [], chosen, rejected)
 
 
 def drawn_pair(draw: Random) -> tuple[dict[str, Any], Pair | None]:
-    """A row, and what must become of it."""
+    """Draw a row and the expected result."""
     names = draw.choice([("chosen", "rejected"), ("chosen_response", "rejected_response")])
     row, pair = draw.choice([drawn_prompted, drawn_whole])(draw, names)
     return {"id": 7, "label": draw.choice([None, 0, 1]), "score_chosen": 8.5, **row}, pair
 
 
 def drawn_verdict(draw: Random) -> tuple[dict[str, Any], Pair | None, int]:
-    """A row, its conversation with the number of messages that are not judged, and its label."""
+    """Draw a row, its conversation with the number of messages that are not judged, and its label."""
     prompt, said, label = drawn_prompt(draw), drawn_answer(draw), draw.randrange(2)
     if draw.random() < 0.3:
         said = damaged(draw, said)

@@ -1,6 +1,6 @@
-"""Data that quotes the template: headers, ends of turn, tags and whole conversations in every field of a row.
+"""Rows with text that looks like the template: headers, ends of turn, tags and whole conversations in every field.
 
-Every word says which field it stands in, so a mask is judged without knowing how it was found.
+Every word shows which field it belongs to, so a mask can be checked without knowing how it was computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASKS = Path(__file__).parents[1] / "masks"
 
 
 class Quoting:
-    """Puts quotes into the strings of a row, with words that say which field they stand in."""
+    """Puts quotes of the template into the strings of a row, with words that show the field."""
 
     def __init__(self, quotes: list[str], said: dict[str, int]) -> None:
         self.quotes, self.count, self.said = quotes, 5000, dict(said)
@@ -47,7 +47,7 @@ class Quoting:
         return f"{text} {quote} {word(None)}"
 
     def row(self, row: dict[str, Any], only: str, number: int) -> dict[str, Any]:
-        """The row with a quote in every field of one kind, or of all."""
+        """Return the row with a quote in every field of one kind, or in all fields."""
         made = json.loads(json.dumps(row))
         for message in made["messages"]:
             role = message["role"]
@@ -71,7 +71,7 @@ class Quoting:
 
 
 def quotes_of(design: Design) -> list[str]:
-    """What a row may quote of a template: a whole conversation, a header, an end of turn with a header, tags."""
+    """Return the quotes for a template: a whole conversation, a header, an end of turn with a header, tags."""
     talking = Talking()
     for step in ("system", "ask", "think", "call"):
         talking.step(step)
@@ -89,7 +89,7 @@ def quotes_of(design: Design) -> list[str]:
 
 
 def wrong_words(chat: Chat, rendered: Rendered) -> list[str]:
-    """Words that are trained on and should not be, or the other way round."""
+    """Return words that are wrongly trained on or wrongly not trained on."""
     mask = bytearray(len(rendered.text))
     for span in rendered.spans:
         mask[span.start : span.stop] = b"\1" * (span.stop - span.start)
@@ -104,7 +104,7 @@ def wrong_words(chat: Chat, rendered: Rendered) -> list[str]:
 
 
 def judged(template: ChatTemplate, design: Design, chat: Chat) -> str:
-    """``"handled"``, ``"refused"``, or ``"lost"`` where no rendering keeps what the assistant says."""
+    """Return ``"handled"``, ``"refused"``, or ``"lost"`` if no rendering keeps all of the assistant's words."""
     try:
         conversation = to_sequence_source(chat.row)
         assert isinstance(conversation, Conversation)
@@ -131,7 +131,7 @@ def searched(number: int, templates: int) -> Counter[str]:
         for only in ("a", "r", "v", "t", "u", "s", "all"):
             plain = data.draw(chats(design))
             if not plain.said or judged(template, design, plain) != "handled":
-                continue  # not for its quotes
+                continue  # refused for another reason than its quotes
             quoting = Quoting(quotes, plain.said)
             row = quoting.row(plain.row, only, data.draw(st.integers(0, len(quotes) - 1)))
             seen[judged(template, design, Chat(row, quoting.said))] += 1
@@ -176,7 +176,7 @@ def test_an_answer_that_quotes_its_own_conversation_is_trained_whole(name: str) 
 
 
 def of_files(template: str, rows: str, **options: Any) -> list[list[str] | str]:
-    """What is trained of each row of a file, or why it is refused."""
+    """Return the trained text of each row of a file, or the error."""
     made = ChatTemplate(
         (MASKS / f"{template}.jinja").read_text(), control_tokens=["<|im_start|>", "<|im_end|>"],
         options=MaskOptions(**options), name="t.jinja",
@@ -205,15 +205,15 @@ def test_so_is_an_answer_that_a_filter_changes() -> None:
 
 def test_words_that_are_dropped_are_missed_though_an_argument_repeats_them() -> None:
     assert of_files("drop", "two") == [
-        f"the chat template t.jinja leaves out the words '{city}' of assistant message 2; use a template that keeps"
-        " them, or give the message weight 0"
+        f"the chat template t.jinja drops the words '{city}' of assistant message 2; use a template that"
+        f" keeps them, or set the weight of the message to 0"
         for city in ("Paris", "Paris", "Rome")
     ]
 
 
 def test_markers_around_every_role_are_refused_or_taken_as_they_stand() -> None:
     (refused,) = of_files("u", "u")
-    assert "enclose what message 1" in refused
+    assert "enclose text of message 1" in refused
     (trained,) = of_files("u", "u", train_on="markers")
     _, marked = chat_template_utils.render_jinja_template(
         [json.loads(line)["messages"] for line in (MASKS / "u.jsonl").read_text().splitlines()],

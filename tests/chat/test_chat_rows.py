@@ -1,4 +1,4 @@
-"""Raw rows of every kind to conversations."""
+"""Conversion of all kinds of rows to conversations."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def shared(*turns, **columns):
     return {"conversations": [turn("human", "Q"), *turns], **columns}
 
 
-# What the row becomes: its messages.
+# Rows by name, each with the expected messages.
 GOOD = {
     "messages": ({"messages": CHAT}, CHAT),
     "under-conversations": ({"conversations": CHAT}, CHAT),
@@ -181,7 +181,7 @@ def test_good_row(case):
     assert (got.tools, got.kwargs) == (None, {})
 
 
-# Every key that some kind of row, message, part, call or tool has; a table that holds them all has nulls for the rest.
+# All keys of all kinds of rows, messages, parts, calls and tools. A table with all of them has nulls elsewhere.
 COLUMNS = (
     "messages conversations conversation input_ids loss_mask labels prompt completion instruction input output history"
     " system tools functions chat_template_kwargs chosen rejected rejected_response label kto_tag images"
@@ -202,7 +202,7 @@ TWO_STYLES = {
 
 
 def with_nulls(value, keys):
-    """The value with a null for each of these keys that an object in it lacks, as exports of tables have it."""
+    """Return the value with a null for each of these keys that an object in it lacks, as in exports of tables."""
     if isinstance(value, list):
         return [with_nulls(each, keys) for each in value]
     if not isinstance(value, dict):
@@ -213,7 +213,7 @@ def with_nulls(value, keys):
 
 @pytest.mark.parametrize("keys", [*([key] for key in KEYS), KEYS], ids=[*KEYS, "all"])
 def test_a_null_is_as_a_key_that_is_absent(keys):
-    verdict = {"messages": CHAT, "label": 1}  # the class of a row, as nothing is completed
+    verdict = {"messages": CHAT, "label": 1}  # this label is a class, because there is no completion
     for row in [TWO_STYLES, verdict, *(row for row, _ in GOOD.values())]:
         without, given = (to_sequence_source(read_values(each)[0]) for each in (row, with_nulls(row, keys)))
         assert json.dumps(given) == json.dumps(without)  # in the same order, too
@@ -329,7 +329,7 @@ def mapped(**fields):
 def test_options_override_the_columns():
     row = {"messages": CHAT, "instruction": "I", "output": "O", "turns": [USER, BOT, USER, BOT]}
     assert to_sequence_source(row, RowOptions(kind="alpaca")).messages[0]["content"] == "I"
-    with pytest.raises(RowError, match="the row has reasoning, which holds words of the reasoning"):
+    with pytest.raises(RowError, match="the row has reasoning, which looks like text of the reasoning"):
         to_sequence_source(row | {"reasoning": "T"}, RowOptions(kind="alpaca"))
     assert len(to_sequence_source(row, mapped(messages="turns")).messages) == 4
     with pytest.raises(RowError, match="the row has no chat, which --fields maps; it has messages"):

@@ -1,4 +1,4 @@
-"""Stand-in conversations: what they replace, and how a row is compared with one."""
+"""Stand-in conversations: their placeholders, and the comparison with a row."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_counterparts_are_those_of_a_search_that_tries_everything(contents: list
 
 
 def text_parts(row: list[dict[str, Any]], form: str, change: Any) -> list[str]:
-    """A joined text, cut at both ends of every value."""
+    """Return a joined text, split at both ends of every value."""
     parts = [""]
     for one in row:
         parts[-1] += ("<s>" if len(parts) == 1 and not parts[0] else "") + f"[{one['role']}]"
@@ -192,7 +192,7 @@ def test_every_answer_has_contexts_that_hold_it_and_its_neighbours(roles: list[s
         for indices, _ in found:
             assert indices == sorted(set(indices))
             assert message in indices
-            # What stands right before the answer and right behind it tells where its turn begins and ends.
+            # The messages directly before and after the answer determine where its turn begins and ends.
             assert not message or message - 1 in indices or roles[message - 1] not in ("user", "tool")
 
 
@@ -205,7 +205,7 @@ def test_a_context_does_not_grow_with_the_conversation() -> None:
     assert next(Contexts(["user", "assistant"] * 200).of(201))[0] == [200, 201, 202]
 
 
-# No row decides about another one
+# No row affects the result of another one
 
 
 def test_masks_do_not_depend_on_the_rows_before() -> None:

@@ -1,4 +1,4 @@
-"""Columns of every Arrow type: what is needed is read or refused by name, and what is not needed changes nothing."""
+"""Columns of every Arrow type: needed fields are read or rejected by name, and other fields change nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _union(dense: bool) -> pa.Array:
 
 _TIME, _DATE = datetime.time(1, 2, 3), datetime.date(2024, 5, 6)
 _PLAIN_WORDS = ["one", None, "three"]
-# By name: three values of a type, and what rows have for them; None where they are not decoded.
+# By name: three values of a type, and the values in rows; None if they are not decoded.
 ARRAYS: dict[str, tuple[pa.Array, list[Any] | None]] = {
     "string": (pa.array(_PLAIN_WORDS), _PLAIN_WORDS),
     "large_string": (pa.array(_PLAIN_WORDS, pa.large_string()), _PLAIN_WORDS),
@@ -110,7 +110,7 @@ ARRAYS: dict[str, tuple[pa.Array, list[Any] | None]] = {
 
 
 class _Thing(pa.ExtensionType):
-    """A type that no other program knows; what is read must not depend on whether this one does."""
+    """An extension type that no other program knows. Results must not depend on whether it is registered."""
 
     def __init__(self) -> None:
         super().__init__(pa.string(), "acme.thing")
@@ -124,17 +124,16 @@ class _Thing(pa.ExtensionType):
 
 
 ARRAYS["extension"] = (pa.ExtensionArray.from_storage(_Thing(), pa.array(_PLAIN_WORDS)), _PLAIN_WORDS)
-# Parquet has no such types.
+# Types that Parquet does not have.
 _NOT_IN_PARQUET = {"sparse union", "dense union", "interval", "run ends", "empty struct", "dictionary of structs"}
-# pyarrow cannot write these within lists.
-# What no field but images and audio may be.
+# Types that only images and audio may have. pyarrow cannot write them within lists.
 BINARY = ("binary", "binary_view", "fixed binary")
 _NOT_IN_PARQUET |= {"string_view", "binary_view", "dictionary of views", "list_view of views", "fixed list of views"}
 KINDS = ("parquet", "arrow", "saved")
 
 
 def write(folder: Path, kind: str, table: pa.Table) -> Path:
-    """A table as a file, or as a folder of save_to_disk."""
+    """Write a table as a file, or as a folder of save_to_disk."""
     folder.mkdir(exist_ok=True)
     path = folder / f"rows.{kind}"
     if kind == "parquet":
@@ -157,7 +156,7 @@ def prints_of(path: Path) -> list[str]:
 
 
 def chats(count: int = 3, **of_answers: list[Any]) -> list[Any]:
-    """Chats of two messages each; ``of_answers`` has a field's value in each answer."""
+    """Return chats of two messages each. ``of_answers`` has the value of a field for each answer."""
     return [
         [
             {"role": "user", "content": f"Is it {n}?"},
@@ -180,7 +179,7 @@ def cases() -> Iterator[Any]:
 
 
 def nested(array: pa.Array) -> dict[str, pa.Array]:
-    """The values as they are, and in lists and structs."""
+    """Return the values as they are, and in lists and structs."""
     struct = pa.StructArray.from_arrays([array, pa.array([7, 8, 9])], ["x", "n"])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), struct)
     return {"plain": array, "struct": struct, "list of structs": lists}
@@ -211,7 +210,7 @@ def test_values_are_those_of_json_or_are_not_decoded(name: str, kind: str, tmp_p
 
 
 def columns_of(kind: str) -> dict[str, pa.Array]:
-    """Columns of all types at once, at every depth."""
+    """Return columns of all types, at every depth."""
     return {
         f"{name} {how}": values
         for name, (array, _) in ARRAYS.items()
@@ -229,7 +228,7 @@ def test_columns_that_nobody_needs_change_nothing(kind: str, tmp_path: Path) -> 
     assert len(columns) > 100
     more = pa.table({"messages": plain["messages"], **columns})
     assert run(tmp_path / "more", write(tmp_path / "more in", kind, more)).code == 0
-    # Indexes and columns hold the fingerprint of the input, of which other columns are a part.
+    # The files left out here contain the fingerprint of the input, which covers other columns too.
     for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx"):
         assert (tmp_path / f"more{suffix}").read_bytes() == (tmp_path / f"plain{suffix}").read_bytes()
     headers = [read_header(tmp_path / name).metadata for name in ("plain", "more")]
@@ -260,7 +259,7 @@ def test_what_is_not_decoded_is_no_part_of_the_fingerprint(kind: str, tmp_path: 
 
 
 def one_each(items: pa.Array) -> pa.Array:
-    """A list of one item for each row."""
+    """Return a list of one item for each row."""
     return pa.ListArray.from_arrays(pa.array(range(len(items) + 1), pa.int32()), items)
 
 
@@ -269,7 +268,7 @@ def struct(**fields: pa.Array) -> pa.Array:
 
 
 def answers(**fields: pa.Array) -> dict[str, pa.Array]:
-    """Rows of one message, an answer with these fields."""
+    """Return rows of one message, an answer with these fields."""
     plain = {"role": pa.array(["assistant"] * 3), "content": pa.array(["Yes."] * 3)}
     return {"messages": one_each(struct(**{**plain, **fields}))}
 
@@ -280,7 +279,7 @@ def calls(arguments: pa.Array) -> dict[str, pa.Array]:
 
 PAIRS = {"prompt": pa.array(["Is it?"] * 3), "completion": pa.array(["Yes."] * 3)}
 TOKENS = {"input_ids": pa.array([[1, 2]] * 3), "loss_mask": pa.array([[0, 1]] * 3)}
-# Rows with a value in a field that is read, by the name of the field in errors.
+# Functions that put a value into a field that is read, by the name of the field in errors.
 PLACES: dict[str, Callable[[pa.Array], dict[str, pa.Array]]] = {
     "messages": lambda values: {"messages": values},
     "messages[]": lambda values: {"messages": one_each(values)},
@@ -331,7 +330,7 @@ def test_an_error_names_file_row_and_field(name: str, kind: str, tmp_path: Path)
     path = source if kind != "saved" else source / f"data-0000{int(row == 3)}-of-00002.arrow"
     row = 1 if kind == "saved" else row
     said = {
-        "typed JSON": "is typed as JSON, but is not valid JSON: ",
+        "typed JSON": "has the type JSON, but is not valid JSON: ",
         "timestamp ns": "is timestamp[ns], expected a list of tool schemas; cast the column",
     }
     assert refused.code == 1
@@ -372,7 +371,7 @@ def test_fields_of_messages_that_no_template_writes_change_nothing(kind: str, tm
 
 
 def test_nothing_depends_on_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pandas, pyarrow makes its Timestamps, and fails on times that these cannot hold."""
+    """With pandas, pyarrow creates pandas Timestamps, and fails on times that these cannot hold."""
     table = pa.table({"messages": pa.array(chats()), **columns_of("arrow")})
     source = write(tmp_path / "in", "arrow", table)
     before = prints_of(source), [list(row) for row in data_of(source)]
@@ -430,7 +429,7 @@ def test_typed_json_is_parsed_at_any_depth_as_it_is(kind: str, storage: pa.DataT
 
 
 def test_typed_json_is_known_by_the_metadata_of_its_field(tmp_path: Path) -> None:
-    """Where pyarrow does not know the type, it gives text, and the field says of which type it is."""
+    """If pyarrow does not know the type, it returns text, and the metadata of the field has the type."""
     field = pa.field("x", pa.string(), metadata={b"ARROW:extension:name": b"arrow.json"})
     inner = pa.StructArray.from_arrays([pa.array(['{"a": null}', None, "[]"])], fields=[field])
     for name, array, of, text in (
@@ -446,7 +445,7 @@ def test_typed_json_is_known_by_the_metadata_of_its_field(tmp_path: Path) -> Non
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_datasets_make_the_text_of_their_json_lines(kind: str, tmp_path: Path) -> None:
-    """The same rows with typed JSON, and as transformers takes them."""
+    """Rows with typed JSON give the same text as plain rows in transformers."""
     for name in ("typed_json_tools", "typed_json_messages"):
         table = pq.read_table(ROWS / f"{name}.parquet")
         rows = [plain_json(row) for row in table.to_pylist()]
@@ -459,7 +458,7 @@ def test_rows_of_datasets_make_the_text_of_their_json_lines(kind: str, tmp_path:
 
 
 def plain_json(value: Any) -> Any:
-    """A value with each string that is an object of JSON parsed."""
+    """Return a value with each string that is a JSON object parsed."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -484,7 +483,7 @@ def test_tables_of_python_are_read(tmp_path: Path) -> None:
 
 
 def fill(value: Any, like: list[Any]) -> Any:
-    """A value with a null for each key that only other values have, as a table would have it."""
+    """Return a value with a null for each key that only other values have, as in a table."""
     if isinstance(value, dict):
         keys = {key: None for each in like if isinstance(each, dict) for key in each}
         of = {key: [each[key] for each in like if isinstance(each, dict) and key in each] for key in keys}
@@ -496,7 +495,7 @@ def fill(value: Any, like: list[Any]) -> Any:
 
 
 def called(chance: random.Random, share: float = 0.5) -> dict[str, Any]:
-    """A chat with calls, whose arguments have various keys, but one type for each key."""
+    """Return a chat with calls. Their arguments have different keys, with one type per key."""
     values = {"city": "Paris", "limit": 3, "deep": {"a": 1, "b": "x"}, "list": [{"p": 1}, {"q": 2.5}]}
 
     def some() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Templates in the styles of the field: text as transformers renders it, spans as the template means them."""
+"""Templates in common styles: the text equals transformers' rendering, and spans follow the template's meaning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_style_is_learnt_exactly(name: str, count: int) -> None:
     assert all(span.weight == 1.0 for span in rendered.spans)
 
 
-# Fragments that look like template text, like prompts, like the marks tracing uses, or that templates trim.
+# Fragments that look like template text, prompts or the marks of tracing, or that templates trim.
 NASTY = st.sampled_from(
     [
         "assistant",
@@ -83,7 +83,7 @@ TEXT = st.lists(st.one_of(NASTY, st.text(max_size=6)), max_size=6).map("".join)
 
 def answers(style: Style) -> st.SearchStrategy[str]:
     texts = TEXT.filter(lambda text: not style.thinks or "</think" not in text)
-    # Where nothing but the data's own text would end the turn, blank answers leave nothing to tell apart.
+    # If only the data's own text ends the turn, a blank answer is indistinguishable from none.
     return texts.filter(lambda text: text.strip() != "").map(lambda text: text + "." if style.trims else text)
 
 
@@ -166,6 +166,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_what_templates_look_up_themselves_is_what_the_sandbox_answers(expression: str) -> None:
     class AskingEnvironment(TemplateEnvironment):

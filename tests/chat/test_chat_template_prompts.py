@@ -1,4 +1,4 @@
-"""Masks where the generation prompt depends on the conversation: no row decides about another's."""
+"""Masks if the generation prompt depends on the conversation: no row affects the mask of another one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_sft_idx.chat.template.scaffold import prompt_varies
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import SequenceError
 
-# Every answer begins with an empty block of thoughts; the model is fed it only where a condition holds.
+# Every answer begins with an empty thinking block. It is part of the prompt only if a condition holds.
 BODY = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}<assistant><think></think>{{ m.content }}</s>"
@@ -42,7 +42,7 @@ WORDS = (
     "{'HELLO': true}[messages[-1].content]",
     "messages[-1].items()|list|length == messages[-1].content|wordcount",
 )
-AROUND = (  # what stands before a condition on a name, by the condition
+AROUND = (  # text before a condition on a name, by the condition
     ("{% set last = messages[-1].content %}", "last[-9:] == '/no_think'"),
     ("{% set last = messages[-1] %}{% set words = last['content'].split() %}", "words|length > 2"),
     ("{% set ns = namespace(quiet=false) %}{% for m in messages %}"
@@ -74,7 +74,7 @@ def asked(*questions: str) -> Conversation:
 
 
 def require_same_in_any_order(source: str, rows: Sequence[Conversation]) -> set[str]:
-    """The words that are trained on, the same whichever rows came before."""
+    """Return the trained words, after a check that they do not depend on earlier rows."""
     fresh = [spans_of(make(source), row) for row in rows]
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
         warm = make(source)
@@ -82,12 +82,13 @@ def require_same_in_any_order(source: str, rows: Sequence[Conversation]) -> set[
     return set(itertools.chain.from_iterable(fresh))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("before", "condition"), [*(("", one) for one in WORDS), *AROUND], ids=lambda some: str(some)[-40:]
 )
 def test_a_prompt_that_looks_at_words_decides_about_its_own_row_alone(before: str, condition: str) -> None:
     found = require_same_in_any_order(BODY + before + PROMPT % condition, [asked(one) for one in QUESTIONS])
-    assert found == {"a fine answer</s>", "<think></think>a fine answer</s>"}  # the condition held for some
+    assert found == {"a fine answer</s>", "<think></think>a fine answer</s>"}  # the condition is true for some rows
 
 
 @pytest.mark.parametrize("condition", LENGTHS)

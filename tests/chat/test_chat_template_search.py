@@ -1,4 +1,4 @@
-"""No made-up chat template and conversation are found of which the wrong words are trained on."""
+"""Search for a generated chat template and conversation with wrong words trained on; none must be found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_no_wrong_mask_is_found() -> None:
     ("before", "after", "complaint"),
     [
         (0, 0, None),
-        (-1, 0, None),  # the newline of the header, no word
+        (-1, 0, None),  # the newline of the header, not a word
         (1, 0, "does not train aq105x"),
         (-2, 0, "trains hq2x"),
         (0, -1, "does not train the end of the turn"),

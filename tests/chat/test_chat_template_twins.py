@@ -1,6 +1,6 @@
-"""Learnt masks are those that generation markers in the same template say, whatever the words of a row."""
+"""Computed masks equal the masks from generation markers in the same template, for any words in a row."""
 
-# ruff: noqa: E501 - templates and words, one a line
+# ruff: noqa: E501 - templates and words, one per line
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import SequenceError
 IM = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}(({{ m.content }}<|im_end|>)){% else %}{{ m.content }}<|im_end|>{% endif %}\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH, END = "{% for m in messages %}", "{% endfor %}"
-# Of each template what it writes; between double parentheses is what the model generates.
+# Templates; the text that the model generates is between double parentheses.
 TEMPLATES = {
     "prompted": EACH + IM + END + PROMPT,
     "no prompt": EACH + IM + END,
@@ -46,17 +46,17 @@ WORDS = st.sampled_from([
 
 
 HERE = {
-    # A call stands in a turn of its own.
+    # A call is in a separate turn.
     "calls apart": EACH
     + "{% if m.role == 'assistant' %}<|im_start|>assistant((: {{ m.content }}<|im_end|>"
     "{% for c in m.tool_calls or [] %}<|im_start|>assistant to={{ c.function.name }}\n"
     "{{ c.function.arguments | tojson }}<|im_end|>{% endfor %})){% else %}" + IM + "{% endif %}" + END
     + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
-    # Calls stand before the words, and nothing tells what a server feeds.
+    # Calls come before the words, and the template does not show what a server feeds.
     "calls before": EACH
     + "{% if m.role == 'assistant' %}A: (({% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{{ c.function.arguments | tojson }};{% endfor %}{{ m.content }}</s>)){% else %}Q: {{ m.content }} {% endif %}" + END,
-    # What ends an answer is the tag of whoever asks, who writes none then; answers have no name but a tag.
+    # The tag of the next question ends an answer, and that question has no tag; answers have a tag instead of a name.
     "asking tag": EACH
     + "{% if m.role == 'assistant' %}<|assistant|>(({{ m.content }}<|user|>))"
     "{% else %}{% if loop.first %}<|user|>{% endif %}{{ m.content }}{% endif %}" + END
@@ -66,7 +66,7 @@ HERE = {
 
 @cache
 def twins(name: str, **options: Any) -> tuple[ChatTemplate, ChatTemplate]:
-    """The template with markers, and the same without."""
+    """Return the template with markers, and the same without."""
     source = (TEMPLATES | HERE)[name]
     marked = source.replace("((", "{% generation %}").replace("))", "{% endgeneration %}")
     plain = source.replace("((", "").replace("))", "")
@@ -74,7 +74,7 @@ def twins(name: str, **options: Any) -> tuple[ChatTemplate, ChatTemplate]:
 
 
 def outcome(template: ChatTemplate, row: Conversation) -> tuple[str, set[int]]:
-    """The text, and positions of the characters that are trained on."""
+    """Return the text and the positions of trained characters."""
     rendered = template.render(row)
     return rendered.text, {at for span in rendered.spans for at in range(span.start, span.stop)}
 
@@ -124,7 +124,7 @@ def test_letters_that_stand_elsewhere_by_chance_are_no_edges(name: str, answers:
 
 def test_reasoning_is_not_there_because_its_letters_are() -> None:
     template = twins("prompted")[1]
-    with pytest.raises(SequenceError, match="leaves out the reasoning"):
+    with pytest.raises(SequenceError, match="drops the reasoning"):
         template.render(talk(user("why"), said("hat", reasoning_content="a")))
 
 

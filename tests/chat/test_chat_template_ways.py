@@ -1,6 +1,6 @@
-"""Ways of writing templates, seen in public ones, in which a mask goes wrong unnoticed or a good row is refused."""
+"""Constructs of public templates that can cause silently wrong masks, or errors for valid rows."""
 
-# ruff: noqa: E501 - templates and conversations, one a line
+# ruff: noqa: E501 - templates and conversations, one per line
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import SequenceError
 
 
 def read(*messages: dict[str, Any], **columns: Any) -> Conversation:
-    """The conversation of a row, as it is read from a file."""
+    """Return the conversation of a row, as read from a file."""
     conversation = to_sequence_source({"messages": list(messages), **columns})
     assert isinstance(conversation, Conversation)
     return conversation
@@ -32,7 +32,7 @@ def result(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text, "tool_call_id": "call00001"}
 
 
-# A content that is not there
+# A missing content
 
 WRITES_IT = """
 {%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}
@@ -81,7 +81,7 @@ def test_a_content_that_no_form_of_serves_is_named() -> None:
     assert "messages[1].content is missing or null" in caught.value.reason
 
 
-# Messages that are looked at while another one is written
+# Templates that look at other messages while writing one
 
 LOOKS_UP = """
 {%- for m in messages %}
@@ -151,7 +151,7 @@ ENDS_WITH_THE_TEXT = """
 def test_what_two_markers_begin_with_ends_no_turn() -> None:
     template = ChatTemplate(ENDS_WITH_THE_TEXT, special_tokens=SPECIAL)
     conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
-    assert trained(template.render(conversation)) == ["a", "b", "c</s>"]  # not the < of <|user|> and </s>
+    assert trained(template.render(conversation)) == ["a", "b", "c</s>"]  # without the < that <|user|> and </s> share
 
 
 NO_PROMPT_ARGUMENT = """
@@ -247,7 +247,7 @@ def test_text_behind_all_messages_is_nobody_s() -> None:
     assert trained(rendered) == ["a<|im_end|>"]
 
 
-# What tracing cannot follow
+# Templates that tracing cannot follow
 
 COPIES = """
 {%- set ns = namespace(listed=[]) %}
@@ -275,7 +275,7 @@ def test_where_tracing_cannot_follow_beginnings_and_marks_do(source: str) -> Non
 
 @pytest.mark.parametrize("arguments", [{}, {"key": "value"}])
 def test_where_tracing_cannot_follow_a_call_is_learnt_whole(arguments: dict[str, str]) -> None:
-    """A control token inside a call does not end the turn, though nothing of the call behind it comes from the data."""
+    """A control token inside a call does not end the turn, even if the rest of the call does not come from the data."""
     source = COPIES.replace(
         "+ m.content + '<|im_end|>", "+ (m.content or '') }}{% for c in m.tool_calls or [] %}{{ '[CALL]' + c.function.name + "
         "'[ID]abc1[ARGS]' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>"
@@ -295,7 +295,7 @@ def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> N
     ends = "{% if not loop.last %}{% set ns.out = ns.out + '<|im_end|>\n' %}{% endif %}{% endfor %}"
     source = COLLECTS.replace(" + '<|im_end|>\n' %}{% endfor %}", " %}" + ends)
     source = source.replace("{%- if add", "{% set ns.out = ns.out + '\nWas it good?\n' %}{% if add")
-    with pytest.raises(SequenceError, match="in another way at the end of the conversation"):
+    with pytest.raises(SequenceError, match="than at the end of the conversation"):
         make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
     alike = source.replace("not loop.last", "true")
     rendered = make(alike).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
@@ -303,7 +303,7 @@ def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> N
     assert trained(rendered) == ["answer one<|im_end|>", "answer two<|im_end|>"]
 
 
-# What a function is called with
+# Arguments of calls
 
 PASTES = """
 {%- for m in messages %}
@@ -329,9 +329,7 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
             "<|im_end|>", "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         ),
     ):
-        with pytest.raises(
-            SequenceError, match="leaves out values of the arguments of the calls of assistant message 2"
-        ):
+        with pytest.raises(SequenceError, match="drops values of the arguments of the calls of assistant message 2"):
             make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
         assert len(make(one).render(read(user("u"), said("a"))).spans) == 1
 
@@ -370,7 +368,7 @@ def test_a_marked_answer_outside_the_loop_is_the_last_message_s() -> None:
     assert learnt(MARKED_LAST_OUTSIDE, talk(*messages), train_on="last-turn") == ["b<|end|>"]
 
 
-# What was learnt of one chat and may not serve the next
+# Results of one chat that must not be reused for the next
 
 ASSISTANT = (
     "{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content SHOWN + '<|im_end|>\n' }}{% else %}"
@@ -475,7 +473,7 @@ def test_no_template_can_mark_text_itself(mark: str) -> None:
         make(source).render(talk(user("u"), said("a")))
 
 
-# What a model must write where nobody asks the template for a prompt
+# The trained text if the template's generation prompt is never used
 
 OPENS = """
 {%- for m in messages %}{% if m.role == 'user' %}HEAD{{ m.content }}TAIL{% else %}
@@ -486,7 +484,7 @@ OPENS = """
     ("head", "tail"), [("[INST] ", " [/INST]"), ("", "<|end|>\n<|im_start|>assistant\n"), ("", "<|end|>\nassistant: ")]
 )
 def test_a_tag_before_reasoning_is_the_model_s_where_a_plain_answer_has_none(head: str, tail: str) -> None:
-    """A prompt never asked for ends where a plain answer would begin: the tag behind it is not fed."""
+    """An unused prompt ends where a plain answer would begin: the tag after it is not fed."""
     source = OPENS.replace("HEAD", head).replace("TAIL", tail)
     thought, plain = said("answer one", reasoning_content="because"), said("answer two")
     for messages in ([thought, plain], [plain, thought], [thought, thought]):
@@ -521,7 +519,7 @@ def test_what_follows_a_prompt_that_is_always_written_is_the_model_s() -> None:
     row = talk(user("ask one"), said("answer one"), user("ask two"), said("answer two"))
     assert learnt(source, row) == [f"[ANSWER]answer {number}[/ANSWER]<|end|>" for number in ("one", "two")]
     spaced = source.replace("<|assistant|>[ANSWER]", "<|assistant|>\n").replace("[/ANSWER]", "")
-    assert learnt(spaced, row) == ["answer one<|end|>", "answer two<|end|>"]  # white space behind it is the header's
+    assert learnt(spaced, row) == ["answer one<|end|>", "answer two<|end|>"]  # white space after it is header
 
 
 def test_all_behind_a_result_is_the_model_s_where_no_prompt_follows_it() -> None:
@@ -574,7 +572,7 @@ def test_a_header_behind_a_call_is_nobody_s_where_nothing_is_said_beside_it(cont
     assert learnt(source, row) == ["[CALL]look<|im_end|>", "a<|im_end|>"]
 
 
-# Words that are written twice, nowhere, or with other white space
+# Words that are written twice, not at all, or with other white space
 
 
 def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words() -> None:
@@ -590,7 +588,7 @@ def test_a_turn_of_reasoning_alone_that_the_template_leaves_out_is_counted() -> 
     rendered = make(source, earlier_reasoning="drop").render(row)
     assert trained(rendered) == ["b<|im_end|>"]
     assert rendered.notes["reasoning_dropped"] == 1
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
+    with pytest.raises(SequenceError, match="drops the reasoning of assistant message 2"):
         learnt(source, row)
 
 
@@ -606,7 +604,7 @@ def test_where_tracing_cannot_follow_the_beginning_of_the_next_sequence_is_nobod
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a</s>", "b</s>"]
 
 
-# Templates that know no generation prompt
+# Templates without a generation prompt
 
 ONE_ANSWER = (
     "### Instruction:\n{{ messages[0]['content'] }}\n\n"
@@ -638,7 +636,7 @@ def test_white_space_that_an_answer_begins_with_is_learnt(words: str, header: st
 def test_an_empty_answer_is_refused_where_nothing_tells_what_was_written_for_it(words: str) -> None:
     row = talk(user("Say nothing."), said(words), user("Thanks a lot."), said("Welcome indeed."))
     assert learnt(CHATML, row) == [words + "<|im_end|>", "Welcome indeed.<|im_end|>"]
-    with pytest.raises(SequenceError, match="assistant message 2 is empty, and nothing tells what the chat template"):
+    with pytest.raises(SequenceError, match="assistant message 2 is empty, so the text that the chat template"):
         learnt(COLLECTED, row)
 
 
@@ -649,7 +647,7 @@ def test_later_reasoning_in_an_answer_is_counted() -> None:
     assert rendered.notes == {"thinking_tags_kept": 1}
 
 
-# What stops a model behind a call, and answers that say nothing
+# The end of turn after a call, and empty answers
 
 STOPS_BEHIND_CALLS = """
 {%- for m in messages %}

@@ -1,4 +1,4 @@
-"""``Tokenizer.encode``: masks against an obvious twin, control tokens in the data, span by span."""
+"""``Tokenizer.encode``: masks compared with a simple twin, and control tokens in the data."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def library(kind: str) -> Library:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """Tokenizers hold 10 MB each, whose page tables every later fork of this process would copy."""
+    """Drop the tokenizers after the tests. Each holds 10 MB, and every later fork would copy their page tables."""
     yield
     load.cache_clear()
     library.cache_clear()
 
 
 def twin(kind: str, row: Rendered) -> tuple[list[int], list[float], int]:
-    """By looking at every token's offsets for every span."""
+    """Encode the slow way: compare every token's offsets with every span."""
     encoding = library(kind).encode(row.text, add_special_tokens=False)
     weights = [0.0] * len(encoding.ids)
     straddling = 0
@@ -72,7 +72,8 @@ def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded]) 
         assert (found.input_ids.dtype, found.loss_mask.dtype) == (np.int32, np.float32)
 
 
-# For the other kinds "auto" is "tokenizers", as the test of the classes that gigatoken knows says.
+# For the other kinds "auto" is "tokenizers"; see the test of the classes that gigatoken supports.
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "auto") for kind in zoo.FAST), *((kind, "tokenizers") for kind in zoo.KINDS)]
 )
@@ -115,7 +116,7 @@ def test_literals_never_become_control_tokens(kind: str, row: Rendered) -> None:
 @given(row=zoo.rendered(CONTROL))
 @settings(deadline=None, max_examples=60)
 def test_shielding_nothing_changes_nothing(kind: str, row: Rendered) -> None:
-    """A literal that holds nothing sends a text through the stretches between its control tokens."""
+    """An empty literal makes a text be encoded as stretches between its control tokens."""
     stretched = load(kind).encode([row._replace(literals=[(0, 0)])])[0]
     whole = load(kind).encode([row])[0]
     assert stretched.input_ids.tolist() == whole.input_ids.tolist()
@@ -123,7 +124,7 @@ def test_shielding_nothing_changes_nothing(kind: str, row: Rendered) -> None:
 
 
 def flagged(folder: Path, kind: str, **flags: bool) -> Tokenizer:
-    """A tokenizer whose control tokens have these flags."""
+    """Return a tokenizer whose control tokens have these flags."""
     added = [{**token, **flags} for token in zoo.spec_of(kind)["added_tokens"]]
     return load_tokenizer(zoo.write_folder(folder, kind, added_tokens=added))
 
@@ -143,7 +144,7 @@ def test_beside_literals_control_tokens_take_the_white_space_of_their_flags(
 
 
 def test_control_tokens_that_the_tokenizer_finds_otherwise_are_refused_by_row(tmp_path: Path) -> None:
-    """To the library a combining mark is a part of a word, to Python's patterns it is none."""
+    """A combining mark is part of a word for the library, but not for Python's patterns."""
     tokenizer = flagged(tmp_path, "llama3", single_word=True)
     literal = Rendered("<think> a </s> b", [], [(0, 7)])
     assert tokenizer.decode(tokenizer.encode([literal])[0].input_ids) == literal.text
@@ -227,7 +228,7 @@ def test_a_straddling_token_that_brings_a_header_in_is_named_and_can_be_left_out
     tokenizer = load(kind)
     text = "x the quick fox"
     whole = tokenizer.encode([Rendered(text, [Span(0, len(text))])])[0]
-    # The span begins inside the first token that is more than a letter: its first letters are a header's.
+    # The span begins inside the first token of several letters; its first letters belong to a header.
     first, length = next((i, n) for i, n in enumerate(len(tokenizer.decode([one])) for one in whole.input_ids) if n > 2)
     start = len(tokenizer.decode(whole.input_ids[:first])) + length - 1
     row = Rendered(text, [Span(start, len(text), 0.5)])
@@ -238,7 +239,7 @@ def test_a_straddling_token_that_brings_a_header_in_is_named_and_can_be_left_out
     assert kept.straddling.strip() in text
     assert (kept.loss_mask > 0).tolist()[first:] == [True] * (len(whole.input_ids) - first)
     assert (left_out.loss_mask > 0).tolist()[first:] == [False] + [True] * (len(whole.input_ids) - first - 1)
-    # What two trained spans share stays trained: nothing of a header is in it.
+    # A token shared by two trained spans stays trained, because no header is in it.
     both = Rendered(text, [Span(0, start), Span(start, len(text), 0.5)])
     assert (tokenizer.encode([both], straddling=False)[0].loss_mask > 0).all()
 
@@ -286,7 +287,7 @@ def test_the_end_of_document_is_trained_where_the_sequence_ends_in_a_trained_ans
     end = tokenizer.decode([eod])
 
     def ends(text: str, *spans: Span) -> tuple[str, list[float]]:
-        """The text of a sequence with its end of document, and the weights of the tokens for it at the end."""
+        """Return the text of a sequence with its end of document, and the weights of the tokens at its end."""
         longer = append_eod(tokenizer.encode([Rendered(text, list(spans), (), {"straddling": 1})])[0], tokenizer)
         assert (longer.input_ids.dtype, longer.loss_mask.dtype) == (np.int32, np.float32)
         at = np.flatnonzero(longer.input_ids == eod).tolist()
@@ -298,7 +299,7 @@ def test_the_end_of_document_is_trained_where_the_sequence_ends_in_a_trained_ans
     assert ends("ask answer ask", Span(4, 10)) == (f"ask answer ask{end}", [0.0])
     for space in ("\n", " \n\n", " "):
         assert ends(f"ask answer{space}", Span(4, 10)) == (f"ask answer{space}{end}", [1.0])
-        # There is one already: as the end of the turn, or behind it.
+        # The text already has one: as the end of the turn, or after it.
         assert ends(f"ask answer{end}{space}", Span(4, 10 + len(end))) == (f"ask answer{end}{space}", [1.0])
         assert ends(f"ask answer{space}{end}", Span(4, 10)) == (f"ask answer{space}{end}", [1.0])
         assert ends(f"ask answer{end}{space}") == (f"ask answer{end}{space}", [0.0])
@@ -309,14 +310,14 @@ def test_the_end_of_document_is_trained_where_the_sequence_ends_in_a_trained_ans
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama3", "prefix-space", "metaspace", "llama2", "unigram"])
 def test_the_end_of_document_by_the_book(kind: str) -> None:
-    """Against the rule in words, on sequences put together of pieces with weights."""
+    """Compare with the written rule, on sequences built from pieces with weights."""
     tokenizer = load(kind)
     eod = tokenizer.eos_id
     assert eod is not None
     spaces = ["\n", " ", " \n\n", "\t"] + ["\u205f", "\u2003\n", "\x85"] * (kind != "unigram")
     texts = ["word", "\u4f60\u597d", "a b", "<|im_start|>", "\U0001f44d", *spaces * 2]
     made = {text: tokenizer.encode([Rendered(text, [])])[0].input_ids for text in texts} | {"EOD": np.int32([eod])}
-    assert kind in ("metaspace", "llama2", "unigram") or len(made["\u205f"]) > 1  # white space of several tokens
+    assert kind in ("metaspace", "llama2", "unigram") or len(made["\u205f"]) > 1  # this white space is several tokens
     rng = random.Random(kind)
     seen: Counter[str] = Counter()
     for _ in range(1500):
@@ -329,7 +330,7 @@ def test_the_end_of_document_by_the_book(kind: str) -> None:
         expected = [*pieces] if words and words[-1][0] == "EOD" else [*pieces, ("EOD", 0.0)]
         answer = max((i for i, (_, weight) in enumerate(expected) if weight), default=-1)
         closed = answer >= 0 and all(text == "EOD" or text in spaces for text, _ in expected[answer + 1 :])
-        run = len(expected)  # where the ends of document and white space at the end begin
+        run = len(expected)  # start of the final ends of document and white space
         while run and (expected[run - 1][0] == "EOD" or expected[run - 1][0] in spaces):
             run -= 1
         if closed and ("EOD", True) not in [(text, weight > 0) for text, weight in expected[run:]]:

@@ -1,4 +1,4 @@
-"""Loading tokenizers: what a folder says, and what is said about broken ones."""
+"""Loading tokenizers: settings in a folder, and errors for broken folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
-    """A folder whose tokenizer.json has these keys."""
+    """Return a function that changes keys of a folder's tokenizer.json."""
 
     def make(folder: Path) -> None:
         zoo.write_folder(folder, "gpt2", **changes)
@@ -34,7 +34,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 def file(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """A sound folder, but for this file."""
+    """Return a function that replaces one file of a valid folder."""
 
     def make(folder: Path) -> None:
         zoo.write_folder(folder, "gpt2")
@@ -59,7 +59,7 @@ def model(**changes: Any) -> dict[str, Any]:
 TOKEN = {"id": 0, "content": "<x>", "special": True}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "empty folder": (only(), "holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks"),
+    "empty folder": (only(), "contains no tokenizer.json, tekken.json, SentencePiece model or tiktoken file"),
     "vocab and merges only": (
         only("vocab.json", "merges.txt"),
         r"vocab.json: a tokenizer without tokenizer.json; convert it once with transformers: python -c .*AutoTokenizer",
@@ -67,10 +67,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty file": (file("tokenizer.json", ""), "not JSON"),
     "cut short": (file("tokenizer.json", zoo.train("gpt2")[:5000]), "not JSON"),
     "not UTF-8": (file("tokenizer.json", b'{"model": "\xff"}'), "not JSON"),
-    "a list": (file("tokenizer.json", "[]"), "a JSON object expected, found list"),
+    "a list": (file("tokenizer.json", "[]"), "expected a JSON object, found list"),
     "another JSON file": (file("tokenizer.json", '{"hidden_size": 8}'), r"not a tokenizer: .*keys: hidden_size"),
     "LFS pointer": (file("tokenizer.json", LFS), "Git LFS pointer.*git lfs pull"),
-    "model without vocab": (edit(model={"type": "BPE"}), "not a tokenizer: no model with a vocab"),
+    "model without vocab": (edit(model={"type": "BPE"}), "not a tokenizer: it has no model with a vocab"),
     "empty vocab": (edit(model=model(vocab={}, merges=[])), "the vocabulary is empty"),
     "unknown model": (edit(model=model(type="Quantum")), "the tokenizers library cannot load it"),
     "merges of unknown tokens": (edit(model=model(merges=["zq zq"])), "cannot load it"),
@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "added token without id": (edit(added_tokens=[{"content": "<x>"}]), "added_tokens must be a list"),
     "added token without flags": (edit(added_tokens=[TOKEN]), "cannot load it"),
     "config not JSON": (file("tokenizer_config.json", "{"), "tokenizer_config.json: not JSON"),
-    "config a string": (file("tokenizer_config.json", '"x"'), "a JSON object expected, found str"),
+    "config a string": (file("tokenizer_config.json", '"x"'), "expected a JSON object, found str"),
     "eos a number": (config(eos_token=7), "eos_token must be a string or an object with content, found 7"),
     "decoder a list": (config(added_tokens_decoder=[1]), "added_tokens_decoder must be an object"),
     "decoder id": (config(added_tokens_decoder={"x": TOKEN}), "added_tokens_decoder must be an object"),
@@ -93,10 +93,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "extra tokens": (config(extra_special_tokens="<x>"), "extra_special_tokens must be a list"),
     "extra token": (config(extra_special_tokens=[["<x>"]]), "extra_special_tokens must be a string"),
     "map not JSON": (file("special_tokens_map.json", "no"), "special_tokens_map.json: not JSON"),
-    "added tokens file": (file("added_tokens.json", '{"<x>": "7"}'), "'<x>' must have a whole number"),
+    "added tokens file": (file("added_tokens.json", '{"<x>": "7"}'), "the id of '<x>' must be a whole number"),
     "template a number": (config(chat_template=3), "chat_template must be a string or a list"),
     "templates unnamed": (config(chat_template=[{"template": "x"}]), "chat_template must be a string or a list"),
-    "template file empty": (file("chat_template.json", "{}"), "has no chat_template in it"),
+    "template file empty": (file("chat_template.json", "{}"), "has no chat_template"),
     "template not UTF-8": (file("chat_template.jinja", b"\xff"), "chat_template.jinja: not UTF-8 at byte 0"),
 }
 
@@ -200,7 +200,7 @@ def test_templates_of_every_layout(tmp_path: Path) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tokens of its own": {"image_token": "<think>", "audio_token": zoo.flags("<s>", __type="AddedToken")},
-    "an object that is no token": {"audio_token": {"content": "<s>"}},
+    "an object that is not a token": {"audio_token": {"content": "<s>"}},
     "an eos nobody knew": {"eos_token": "<|new|>"},
     "a listed token is not in the vocabulary": {
         "added_tokens_decoder": {"1": zoo.flags("<s>"), "5000": zoo.flags("<|later|>", special=False)}

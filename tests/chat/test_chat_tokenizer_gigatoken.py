@@ -1,4 +1,4 @@
-"""gigatoken is used for the tokenizer classes compared here, and for no others."""
+"""gigatoken is used only for the tokenizer classes that are compared here."""
 
 from __future__ import annotations
 
@@ -56,30 +56,33 @@ def engines_of(kind: str) -> tuple[FastEngine, Tokenizer]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """Encoders hold 30 MB each, whose page tables every later fork of this process would copy, and words."""
+    """Drop the encoders after the tests.
+
+    Each holds 30 MB and cached words, and every later fork would copy the page tables.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # threads of the library's own would keep those for good
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # the library's own threads would keep them permanently
         yield
     engines_of.cache_clear()
 
 
 def differing(fast: FastEngine, exact: Tokenizer, texts: list[str]) -> list[str]:
-    """The texts whose ids differ."""
+    """Return the texts whose ids differ."""
     ours = fast.ids(texts)
-    with ThreadPoolExecutor(1) as thread:  # the tokenizers library keeps a thread's words until the thread ends
+    with ThreadPoolExecutor(1) as thread:  # the tokenizers library caches words per thread until the thread ends
         theirs = thread.submit(exact_ids, exact, texts).result()
     return [text for text, a, b in zip(texts, ours, theirs, strict=True) if not np.array_equal(a, b)]
 
 
 def in_context(character: str) -> str:
-    """A character where it could matter to a split: beside letters, digits, spaces, apostrophes, itself."""
+    """Return a character in contexts that can change a split: next to letters, digits, spaces, apostrophes, itself."""
     c = character
     return f"a{c}b {c}{c} x9{c}\n{c} \tit'{c} '{c}e {c}'l{c} A{c}B.{c}/{c}\r{c}Ab{c}12{c}3  {c}<|im_end|>"
 
 
 @lru_cache
 def characters(step: int) -> list[str]:
-    """Every so many of the characters that this Python knows; of others, and of private planes, a few."""
+    """Return every ``step``-th character that this Python knows, and a few others."""
     found = []
     for code in range(0x110000):
         category = unicodedata.category(chr(code))
@@ -89,10 +92,11 @@ def characters(step: int) -> list[str]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", zoo.FAST)
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_character_of_unicode_is_tokenised_the_same(kind: str, step: int) -> None:
-    """The proof behind ``known_class``; one character in 61 here, all of them among the slow tests."""
+    """This justifies ``known_class``. One character in 61 is tested here, all of them in the slow tests."""
     spec = zoo.spec_of(kind)
     assert known_class(spec) == zoo.FAST[kind]
     fast, exact = engines(spec)
@@ -112,14 +116,14 @@ def test_the_normalizer_makes_no_difference_to_that(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", zoo.FAST)
 def test_new_characters_go_to_the_library_that_defines_the_ids(kind: str) -> None:
-    """U+11DE0 became a digit in Unicode 17, which one library knows and the other does not."""
+    """U+11DE0 became a digit in Unicode 17, which only one of the libraries has."""
     fast, exact = engines(zoo.spec_of(kind))
     assert differing(fast, exact, [in_context("\U00011de0"), "plain", "é", in_context("\U00016ff4")]) == []
     assert not settled()[[0x11DE0, 0x16FF4]].any()
 
 
 def test_what_all_tables_know_is_no_matter_of_this_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python with newer tables than a library's once took that library's ignorance for knowledge."""
+    """A Python with newer Unicode tables once misinterpreted characters that the library did not have."""
     here = np.array([unicodedata.category(chr(code)) != "Cn" for code in range(0x110000)])
     assert (here >= settled()).all(), "characters stay"
     assert (unicodedata.unidata_version != "13.0.0") or (here == settled()).all()
@@ -136,7 +140,7 @@ def test_what_all_tables_know_is_no_matter_of_this_pythons(monkeypatch: pytest.M
 
 
 def variant(kind: str, **flags: bool) -> dict[str, Any]:
-    """A tokenizer whose ordinary added tokens have these flags, with some that overlap each other."""
+    """Return a tokenizer whose ordinary added tokens have these flags; some tokens overlap."""
     spec = zoo.spec_of(kind)
     last = max(token["id"] for token in spec["added_tokens"])
     for i, text in enumerate(["<think>\n", "<|im", "the fox", "\n\n", "é好"]):
@@ -224,7 +228,7 @@ def test_other_tokenizers_are_not_known(kind: str) -> None:
 
 
 class Wrong:
-    """Stands where gigatoken's encoder would, and gets one id wrong."""
+    """A replacement for gigatoken's encoder that gets one id wrong."""
 
     def __init__(self, right: Any) -> None:
         self.right = right
@@ -277,8 +281,8 @@ print(-loaded(4) + loaded(16))
 
 
 def test_what_the_sample_took_is_given_back() -> None:
-    """The tokenizers library keeps a thread's words after their tokenizer is gone: of the sample, three megabytes."""
-    # One arena: with more of them what is free depends on which threads met.
+    """The tokenizers library keeps a thread's words after the tokenizer is gone; 3 MB for the sample."""
+    # One arena: with more, free memory depends on the timing of threads.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
     grown = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], check=True, env=environment, capture_output=True)
     assert int(grown.stdout) < 8 << 20
@@ -296,6 +300,7 @@ def test_loading_and_encoding_import_nothing_large() -> None:
     assert found.stdout.decode().strip() == "set()"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("piece", ["a", "é", "<", "abcdefg"])
 def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(tmp_path: Path, piece: str) -> None:
     long = (piece * 30_000)[:30_000]
@@ -315,11 +320,11 @@ def test_no_texts_are_no_rows() -> None:
     assert fast.ids([]) == []
 
 
-# One young library does not decide ids alone
+# The ids of a young library are checked
 
 
 class WrongAtTimes:
-    """gigatoken that gives wrong ids for texts that end with an odd word."""
+    """gigatoken with wrong ids for texts that end with an odd word."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -330,7 +335,7 @@ class WrongAtTimes:
 
 
 def wrong_text(*, is_sampled: bool) -> str:
-    """A text of which gigatoken gives wrong ids, and which is compared wherever it stands, or not."""
+    """Return a text for which gigatoken gives wrong ids, and that is always, or never, in the compared sample."""
     texts = (f"zqwrong {number}" for number in range(10_000))
     return next(text for text in texts if fast_engine.is_sampled(text) == is_sampled)
 
@@ -362,7 +367,7 @@ def test_about_one_text_in_five_hundred_is_compared() -> None:
 
 @pytest.fixture
 def wrong_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong ids for texts with an odd word, and a sample of the texts with another one."""
+    """Make ids wrong for texts with an odd word, and compare only texts with another word."""
     right = FastEngine.raw_ids
 
     def wrong(self: FastEngine, texts: list[str]) -> list[Any]:
@@ -374,7 +379,7 @@ def wrong_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbered(folder: Path, answers: Mapping[int, str], *, rows: int = 2000, more: str = "") -> Path:
-    """A file of short chats, one on each line, with these answers on these lines."""
+    """Write a file of short chats, one per line, with these answers on these lines."""
     lines = [
         {"prompt": f"Number {line}", "completion": answers.get(line, f"It is. {more}")} for line in range(1, rows + 1)
     ]
@@ -411,12 +416,12 @@ def test_rows_that_cannot_be_used_are_not_among_the_first(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("wrong_at_times")
 def test_later_rows_are_compared_where_they_are_of_the_sample_alone(tmp_path: Path) -> None:
     job: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 2048, "workers": 0}
-    # No process counts what it tokenised before: the second job compares the same rows as the first.
+    # No process counts earlier texts: the second job compares the same rows as the first.
     for name in ("x", "y"):
         preprocess(numbered(tmp_path, {1700: "zqwrong it is"}), output_prefix=tmp_path / name, **job)
     with pytest.raises(FormatError, match=r"rows\.jsonl:1700: .*give different ids"):
         preprocess(numbered(tmp_path, {1700: "zqwrong zqsampled"}), output_prefix=tmp_path / "z", **job)
-    # Of a part in the middle of a file, nobody knows the rows before it.
+    # The number of rows before a part in the middle of a file is unknown.
     source = numbered(tmp_path, {1700: "zqwrong zqsampled"}, more="so " * 300)
     with pytest.raises(FormatError, match="give different ids") as caught:
         preprocess(source, output_prefix=tmp_path / "z", **job)

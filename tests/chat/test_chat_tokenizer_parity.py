@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.types import Encoded, Rendered, Span
 
-# Older ones leave the last tokens of a span's last character out.
+# Older versions leave out the last tokens of a span's last character.
 transformers = pytest.importorskip("transformers", minversion="5.24")
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
@@ -68,7 +68,7 @@ def both(folder: Path, kind: str, template: str, conversations: list[Any], backe
 
 
 def check_all(out: Any, rows: list[Rendered], encoded: list[Encoded]) -> None:
-    """Ids and masks of all rows are theirs."""
+    """Check that ids and masks of all rows equal transformers'."""
     for i, ours in enumerate(encoded):
         assert ours.input_ids.tolist() == out["input_ids"][i], rows[i]
         assert ours.loss_mask.tolist() == out["assistant_masks"][i], rows[i]
@@ -76,7 +76,7 @@ def check_all(out: Any, rows: list[Rendered], encoded: list[Encoded]) -> None:
     assert 0 < trained < sum(len(e.input_ids) for e in encoded)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", zoo.KINDS)
 def test_every_kind_agrees(tmp_path: Path, kind: str, template: str) -> None:
@@ -90,7 +90,7 @@ def test_without_gigatoken_nothing_changes(tmp_path: Path, kind: str) -> None:
     check_all(*both(tmp_path, kind, TEMPLATES["end of turn inside"], chats(3, 200), "tokenizers"))
 
 
-# Characters of several bytes and tokens, letters that a normalizer joins or takes apart, and halves of both.
+# Characters of several bytes and tokens, letters that a normalizer joins or splits, and halves of both.
 EDGES = [
     *("\U0001f44d\U0001f3fd", "\U0001f44d", "\U0001f3fd", "e\u0301", "e", "\u0301\u0323", "\u00e9"),
     *("\u4f60\u597d", "\U00020000", "\U0001f468\u200d\U0001f469", "\u200d", "\u0e01\u0e34", "\u1112\u1161\u11ab"),
@@ -112,17 +112,18 @@ TWO_OF_THREE = (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("backend", ["auto", "tokenizers"])
 @pytest.mark.parametrize("kind", zoo.KINDS)
 def test_every_token_with_a_part_of_a_character_of_a_span_is_trained(tmp_path: Path, kind: str, backend: str) -> None:
-    """At both edges of spans, wherever in a text they lie: next to each other, in a word, in a letter of two marks."""
+    """This is tested at both edges of spans: next to each other, inside a word, inside a letter with two marks."""
     zoo.write_folder(tmp_path, kind)
     check_all(*both(tmp_path, kind, TWO_OF_THREE, random_edges(0, 150, EDGES), backend))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
 def test_trimmed_offsets_leave_out_only_spaces(tmp_path: Path, kind: str) -> None:
-    """Some tokenizers say that their tokens hold no spaces; transformers then leaves out those at a span's edges."""
+    """Some tokenizers report offsets without spaces; transformers then leaves out spaces at a span's edges."""
     trimmed = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     zoo.write_folder(tmp_path, kind, post_processor=trimmed)
     check_all(*both(tmp_path, kind, TEMPLATES["end of turn inside"], chats(4, 200), "auto"))

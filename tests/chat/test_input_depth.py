@@ -1,4 +1,4 @@
-"""Rows that are nested too deeply are bad rows like any other, from whichever input and wherever in the row."""
+"""Rows that are nested too deeply are ordinary bad rows, for every kind of input and every field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 ASKED, SAID = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}
 GOOD = {"messages": [ASKED, SAID]}
 DEPTHS = (600, 5000, 100_000)
-# The template of an ordinary model writes tools and arguments; this one writes everything, indented too.
+# An ordinary template writes tools and arguments; this one writes everything, also with indentation.
 WRITES_ALL = (
     "{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}{% if x %}{{ x | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -49,7 +49,7 @@ def tools(parameters: Any) -> list[Any]:
 
 
 def rows_with(value: Any) -> dict[str, Any]:
-    """Rows that hold a value, by where they hold it."""
+    """Return rows that contain a value, by its place."""
     return {
         "tools": {**GOOD, "tools": tools(value)},
         "functions": {**GOOD, "functions": value},
@@ -89,7 +89,7 @@ FINE = {
 
 
 class Rows(Piece):
-    """Rows as Python has them."""
+    """A piece of rows that are Python objects."""
 
     def __init__(self, rows: list[Any]) -> None:
         super().__init__("here", 1, 1, b"")
@@ -108,7 +108,7 @@ def encoder(tmp_path: Path, **rows: Any) -> RowEncoder:
 
 
 def test_what_is_just_deep_enough_is_read_and_written(tmp_path: Path) -> None:
-    """At the limit, text in a row included, every filter and every step still has room."""
+    """At the limit, including JSON text in a row, every filter and every step still works."""
     text = json.dumps(deep(MAX_DEPTH))
     rows = [
         {**calling(text), "chat_template_kwargs": {"x": deep(MAX_DEPTH - 2)}, "tools": tools(deep(MAX_DEPTH - 5))},
@@ -152,7 +152,7 @@ def text_of(levels: int) -> str:
 
 
 def lines_with(levels: int) -> list[str]:
-    """Lines of JSON with a good row, bad ones and a good row."""
+    """Return JSON lines: a good row, bad rows, a good row."""
     rows = [json.dumps(row).replace('"@@"', text_of(levels)) for row in rows_with("@@").values()]
     as_text = [json.dumps(row) for row in (calling(text_of(levels)), {"messages": "[" * levels + "]" * levels})]
     return [json.dumps(GOOD), *rows, *as_text, json.dumps(GOOD)]
@@ -164,6 +164,7 @@ def run(prefix: Path, source: Path, *options: object) -> Any:
     return command("preprocess", "--input", source, *given, *options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("levels", DEPTHS)
 @pytest.mark.parametrize("form", ["lines", "array"])
 def test_deep_rows_of_json_are_bad_rows(form: str, levels: int, tmp_path: Path) -> None:
@@ -175,12 +176,13 @@ def test_deep_rows_of_json_are_bad_rows(form: str, levels: int, tmp_path: Path) 
     assert f"skipped       {len(lines) - 2}" in skipped.out
     refused = run(tmp_path / "y", source)
     assert refused.code == 1
-    what = "tools is " if levels < 1024 else ""  # orjson gives nothing of what is deeper
+    what = "tools is " if levels < 1024 else ""  # orjson rejects deeper values completely
     assert f"error: {source}:2: {what}nested more than 128 levels deep; flatten it" in refused.err
     assert refused.err.count("\n") == 1
     assert not [*tmp_path.glob("y*")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_survives_deep_rows(workers: int, tmp_path: Path) -> None:
     (source := tmp_path / "rows.jsonl").write_text("\n".join(lines_with(600)), encoding="utf-8")
@@ -194,6 +196,7 @@ def test_a_worker_survives_deep_rows(workers: int, tmp_path: Path) -> None:
     assert refused.err.count("\n") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("levels", DEPTHS)
 def test_deep_rows_of_python_are_bad_rows(levels: int, tmp_path: Path) -> None:
     rows = [GOOD, *rows_with(deep(levels)).values(), GOOD]
@@ -212,6 +215,7 @@ def nest(array: pa.Array, levels: int) -> pa.Array:
     return array
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("levels", DEPTHS)
 def test_deep_text_of_tables_is_a_bad_row(kind: str, levels: int, tmp_path: Path) -> None:
@@ -242,9 +246,10 @@ def write_table(path: Path, kind: str, table: pa.Table) -> None:
         writer.write_table(table)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("levels", [30, 59, 60, 61, 63, 64, 80, 90])
 def test_deep_fields_of_tables_are_read_or_refused(levels: int, tmp_path: Path) -> None:
-    """Parquet may be nested deeper than the Arrow streams in which rows go to workers."""
+    """Parquet can be nested deeper than the Arrow streams that are sent to workers."""
     messages = pa.array([json.dumps([ASKED, SAID])] * 2)
     plain = tmp_path / "plain.parquet"
     pq.write_table(pa.table({"messages": messages}), plain)
@@ -285,7 +290,7 @@ def test_producing_goes_on(levels: int, tmp_path: Path) -> None:
 
 
 def test_a_template_that_recurses_over_a_row_is_stopped(tmp_path: Path) -> None:
-    """A macro takes several calls a level: what is too deep for it is a bad row, and the next row is none."""
+    """A macro needs several calls per level. A row that is too deep for it is a bad row; the next row is unaffected."""
     keys = "{% for k in v %}{{ f(v[k]) }}{% endfor %}"
     macro = "{% macro f(v) %}{% if v is mapping %}" + keys + "{% else %}{{ v }}{% endif %}{% endmacro %}"
     source = macro + "{{ f(x) }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""Columns of every type that pyarrow has: a needed field is read or refused in one line, any other changes nothing."""
+"""Columns of every pyarrow type: a needed field is read or rejected in one line, and other fields change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.chat.values import read_values
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.tokenize.encoding import read_row
 
-# Types that pyarrow can read, but not make.
+# Types that pyarrow can read but not create.
 _NOT_MADE = {"Type_INTERVAL_DAY_TIME", "Type_INTERVAL_MONTHS"}
 
 
@@ -28,13 +28,15 @@ def test_no_type_is_missing() -> None:
     assert missing <= _NOT_MADE
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_types_cannot_be_written(kind: str) -> None:
-    """What is tested of a kind of file is counted, so that nothing drops out of the tests unseen."""
+    """The number of tested types is checked, so that no type is left out without notice."""
     made = [how for places in columns(kind).values() for how in places]
     assert len(made) > (750 if kind == "parquet" else 1100)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_all_types_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
     compared = 0
@@ -51,6 +53,7 @@ def test_columns_of_all_types_are_read_as_they_are(kind: str, tmp_path: Path) ->
     assert compared > 100
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_all_types_change_nothing(kind: str, tmp_path: Path) -> None:
     plain = pa.table({"messages": pa.array(chats())})
@@ -64,7 +67,7 @@ def test_columns_of_all_types_change_nothing(kind: str, tmp_path: Path) -> None:
 
 
 def test_needed_fields_of_all_types_are_read_or_refused(tmp_path: Path) -> None:
-    """In a few places a type; each row of a column is read, or refused in one line that names the field."""
+    """Each type is tested in a few places. Each row is read, or rejected in one line with the field's name."""
     chance = random.Random(7)
     refused = 0
     for number, (name, places) in enumerate(columns("arrow").items()):

@@ -1,4 +1,4 @@
-"""A tokenizer that transformers has loaded stands for its folder, as long as it is what that holds."""
+"""A tokenizer loaded by transformers can replace its folder, as long as it is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tokenizer: Any, prefix: Path) -> dict[str, bytes]:
 
 def test_a_loaded_tokenizer_makes_the_bytes_of_its_folder(tmp_path: Path) -> None:
     tokenizer = loaded()
-    # A call leaves how it cut and padded in the tokenizer; that changes no id of ours.
+    # A call stores its truncation and padding in the tokenizer; this does not change our ids.
     tokenizer(["a", "b c d"], truncation=True, max_length=2, padding="max_length")
     assert folder_of_loaded(tokenizer) == str(TOKENIZER)
     assert run(tokenizer, tmp_path / "a") == run(TOKENIZER, tmp_path / "b")
@@ -105,10 +105,10 @@ def test_one_that_splits_special_tokens_is_refused(change: Callable[[Any], None]
     if change is not None:
         change(tokenizer)
     with pytest.raises(
-        FormatError, match=r"^tokenizer: splits special tokens, which preprocess never does; set its.*$"
+        FormatError, match=r"^tokenizer: it splits special tokens, which preprocess does not support; set its.*$"
     ):
         run(tokenizer, tmp_path / "x")
-    # A folder that is saved from it says so too, unless only the backend knows.
+    # A folder saved from it has the same setting, unless only the backend has it.
     tokenizer.save_pretrained(saved := tmp_path / "saved")
     if change is None:
         for given in (saved, str(saved), transformers.AutoTokenizer.from_pretrained(saved)):
@@ -143,9 +143,7 @@ def below_a_subclass(tokenizer: Any, name: str) -> Any:
 def test_one_with_a_method_that_is_not_called_is_refused(
     override: Callable[[Any, str], Any], name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        FormatError, match=rf"^tokenizer: its {name} is not that of transformers, .*pass {TOKENIZER} .*$"
-    ):
+    with pytest.raises(FormatError, match=rf"^tokenizer: it overrides {name} of transformers, .*pass {TOKENIZER} .*$"):
         run(override(loaded(), name), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
@@ -153,7 +151,7 @@ def test_one_with_a_method_that_is_not_called_is_refused(
 def test_a_method_that_was_replaced_in_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = loaded()
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", other_chat)
-    with pytest.raises(FormatError, match="its apply_chat_template is not that of transformers"):
+    with pytest.raises(FormatError, match="it overrides apply_chat_template of transformers"):
         folder_of_loaded(tokenizer)
 
 
@@ -167,7 +165,7 @@ def test_one_without_a_folder_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = loaded()
     tokenizer.name_or_path = name
-    with pytest.raises(FormatError, match=rf"from '{name}', which is no folder on this machine; call its save_pretr"):
+    with pytest.raises(FormatError, match=rf"from '{name}', which is not a local folder; call its save_pretr"):
         folder_of_loaded(tokenizer)
 
 
@@ -178,13 +176,13 @@ def test_a_folder_that_is_gone_or_broken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"cannot be compared with .*save_pretrained|differs from .*save_pretrained"):
         folder_of_loaded(tokenizer)
     shutil.rmtree(folder)
-    with pytest.raises(FormatError, match="which is no folder on this machine"):
+    with pytest.raises(FormatError, match="which is not a local folder"):
         folder_of_loaded(tokenizer)
 
 
 def test_what_is_no_tokenizer_is_not_loaded_again(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-    with pytest.raises(FormatError, match=r"a LlamaForCausalLM without a backend_tokenizer.*; pass its folder"):
+    with pytest.raises(FormatError, match=r"this LlamaForCausalLM has no backend_tokenizer.*; pass its folder"):
         run(transformers.LlamaForCausalLM(config), tmp_path / "x")
 
 

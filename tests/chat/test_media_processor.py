@@ -1,4 +1,4 @@
-"""Images and audio in rows: ids as the model's own processor makes them, masks as without them, and what is refused."""
+"""Images and audio in rows: ids equal the processor's, masks equal the masks without them, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, Ro
 
 
 class Made(NamedTuple):
-    """A processor of transformers, and an encoder with it."""
+    """A processor of transformers, and an encoder that uses it."""
 
     kind: str
     folder: Path
@@ -59,7 +59,7 @@ def shown_in(messages: list[dict[str, Any]], kind: str) -> list[bytes]:
 
 
 def in_base64(data: bytes) -> str:
-    """The file, as JSON can hold it."""
+    """Return the file in base64, for JSON."""
     return "data:;base64," + base64.b64encode(data).decode()
 
 
@@ -71,7 +71,7 @@ def encoded(encoder: RowEncoder, rows: list[Any], path: str = "rows.jsonl") -> t
 
 
 def sequences_of(piece: EncodedPiece) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """The ids and masks of each sequence."""
+    """Return ids and mask of each sequence."""
     ends = np.cumsum(piece.lengths)[:-1]
     return [*zip(np.split(piece.input_ids, ends), np.split(piece.loss_mask, ends), strict=True)]
 
@@ -87,7 +87,7 @@ def ids_of_processor(made: Made, text: str, shown: list[bytes]) -> list[int]:
 
 
 def without_placeholders(row: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
-    """The row, in whose words the placeholder is not spelled: the processor would take it for one."""
+    """Return the row without the placeholder's text in its words, which the processor would replace."""
     text = json.dumps(row, default=in_base64).replace(token, token[1:-1])
     return json.loads(text)
 
@@ -156,7 +156,7 @@ def test_every_size_takes_as_many_positions_as_the_processor_says(made: Made) ->
 
 
 def test_masks_of_all_else_are_those_of_the_rows_without_images_and_audio(made: Made) -> None:
-    """What is trained on, and with which weight, is the same text in the same order."""
+    """The trained text and its weights are the same, in the same order."""
     rng, files = random.Random(7), files_for(made.kind)
     rows = [conversation(rng, made.kind, files) for _ in range(100)]
     for row in rows:
@@ -179,7 +179,10 @@ def test_masks_of_all_else_are_those_of_the_rows_without_images_and_audio(made: 
 
 
 def test_placeholders_in_the_words_of_a_row_stay_text(made: Made) -> None:
-    """Only what the template writes for a part is one; the words become plain tokens, as other control tokens do."""
+    """Only text that the template writes for a part is a placeholder.
+
+    Words become plain tokens, like other control tokens.
+    """
     token = token_of(made)
     row = [
         {"role": "user", "content": [{"type": "text", "text": f"what is {token}"}]},
@@ -199,7 +202,7 @@ BAD = {
     "a text that no path can be": ("a\0.png", "null byte; --media-root FOLDER"),
     "a URL": ("https://127.0.0.1:1/a.png", "--download"),
     "a store": ("s3://bucket/a.png", "copy the files"),
-    "no image at all": (in_base64(b"no image, no audio"), "can be decoded"),
+    "no image at all": (in_base64(b"no image, no audio"), "cannot be decoded"),
     "an empty file": (in_base64(b""), "is empty"),
     "no base64": ("data:;base64,%%%", "base64"),
     "a folder": (".", "directory"),
@@ -244,7 +247,7 @@ def test_a_recording_of_which_the_model_would_hear_nothing_is_a_bad_row(tmp_path
         {"role": "assistant", "content": "hi"},
     ]
     piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), [row])
-    assert "makes nothing of a recording of 1 samples at 16000 Hz" in str(piece.bad_rows[0])
+    assert "makes no tokens from a recording of 1 samples at 16000 Hz" in str(piece.bad_rows[0])
 
 
 def test_a_recording_whose_end_the_processor_leaves_out_is_counted(tmp_path: Path) -> None:
@@ -261,7 +264,7 @@ def test_a_recording_whose_end_the_processor_leaves_out_is_counted(tmp_path: Pat
 
 
 def test_a_bomb_is_refused_from_its_head(tmp_path: Path) -> None:
-    """A PNG whose head promises 4 gigapixels, and whose pixels are not there: it would be refused for that later."""
+    """A PNG with 4 gigapixels in its header and without pixels. The missing pixels would be an error only later."""
     PROCESSORS["llava"](tmp_path)
     head = struct.pack(">IIBBBBB", 65_000, 65_000, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", len(head)) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
@@ -295,7 +298,7 @@ def test_an_image_that_lies_on_its_side_has_the_size_of_the_upright_one(tmp_path
 
 
 def asking(kind: str, *files: bytes) -> list[dict[str, Any]]:
-    """A row that shows these files."""
+    """Return a row with these files."""
     parts = [{"type": kind, kind: in_base64(data)} for data in files]
     return [
         {"role": "user", "content": [*parts, {"type": "text", "text": "say"}]},
@@ -305,14 +308,14 @@ def asking(kind: str, *files: bytes) -> list[dict[str, Any]]:
 
 def test_a_processor_that_writes_into_the_text_is_refused_at_the_start(tmp_path: Path) -> None:
     paligemma(tmp_path)
-    with pytest.raises(FormatError, match="PaliGemmaProcessor makes other ids of"):
+    with pytest.raises(FormatError, match="PaliGemmaProcessor returns other ids than"):
         encoder_of(tmp_path)
 
 
 def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
     made = {name: PROCESSORS[name](tmp_path / name) for name in ("llava", "gemma3")}
     mixed = EncodingOptions(str(tmp_path / "llava"), processor=str(tmp_path / "gemma3"))
-    with pytest.raises(FormatError, match="no special token of the tokenizer"):
+    with pytest.raises(FormatError, match="not a special token of the tokenizer"):
         RowEncoder(mixed)
     path = tmp_path / "llava" / "tokenizer.json"
     (tmp_path / "other").mkdir()
@@ -322,12 +325,12 @@ def test_a_processor_of_another_tokenizer_is_refused_at_the_start(tmp_path: Path
     first, second = made["llava"].tokenizer.tokenize(" what is here?")[:2]
     ids[first], ids[second] = ids[second], ids[first]
     path.write_text(json.dumps(vocabulary))
-    with pytest.raises(FormatError, match="has another tokenizer"):
+    with pytest.raises(FormatError, match="contains a different tokenizer"):
         RowEncoder(EncodingOptions(str(tmp_path / "other"), processor=str(tmp_path / "llava")))
 
 
 def test_a_row_that_the_processor_does_not_take_is_a_bad_row_each_time(tmp_path: Path) -> None:
-    """Audio Flamingo takes one recording in a text, whatever was asked before."""
+    """Audio Flamingo takes only one recording per text, whatever rows came before."""
     audio_flamingo(tmp_path)
     files = [wav(8_000 + 999 * seed, seed=seed) for seed in range(20)]
     rows = [asking("audio", *files[at : at + 1 + at % 2]) for at in range(18)] * 3
@@ -337,7 +340,7 @@ def test_a_row_that_the_processor_does_not_take_is_a_bad_row_each_time(tmp_path:
 
 
 class NumberedProcessor(LlavaProcessor):
-    """Writes the number of an image in its text before it, as that of MiniCPM-V does."""
+    """A processor that writes the number of an image before it, like MiniCPM-V's."""
 
     def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **options: Any) -> str:
         return f"{image_idx}" + super().replace_image_token(image_inputs, image_idx, **options)
@@ -362,7 +365,7 @@ def test_where_images_of_a_text_are_numbered_rows_may_have_one(tmp_path: Path) -
     assert [*map(len, piece.media)] == [0, 1, 1]
 
 
-# ---- placeholders that no file stands for ----
+# ---- placeholders without a file ----
 
 
 def test_a_placeholder_without_a_file_is_a_bad_row(made: Made) -> None:
@@ -379,7 +382,7 @@ def test_a_placeholder_without_a_file_is_a_bad_row(made: Made) -> None:
                 if piece.bad_rows:
                     assert "more placeholders" in str(piece.bad_rows[0])
                     continue
-                # Only words stand there, and the file has its place.
+                # There are only words, and the file has its own place.
                 assert name == "joined" or not allowed  # some templates write a space between texts
                 assert [blobs.data(item.blob) for item in piece.media[0]] == shown
                 outside = np.ones(len(piece.input_ids), bool)
@@ -426,7 +429,7 @@ def test_a_recording_that_is_cut_short_is_refused(form: str) -> None:
 
 
 def test_a_recording_whose_length_its_writer_did_not_know_is_read() -> None:
-    """Programs that write into a pipe put the largest length there is into the head."""
+    """Programs that write to a pipe put the largest possible length into the header."""
     data = wav(5_000)
     at = data.index(b"data") + 4
     for length in (0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000):

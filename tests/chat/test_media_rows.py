@@ -1,4 +1,4 @@
-"""Every form in which rows have images and audio: all become the same parts, with the same files in the same places."""
+"""All forms of rows with images and audio give the same parts, with the same files in the same places."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.types import Conversation, RowError
 
 Row = dict[str, Any]
-# A row in one form: for each message its role and its parts, a text or a file each.
+# A row in a plain form: for each message its role and its parts, each a text or a file.
 Plain = list[tuple[str, list[str | tuple[str, bytes]]]]
 
 
 def drawn(rng: random.Random, kinds: tuple[str, ...]) -> Plain:
-    """A conversation; texts never stand next to each other, since tags could not tell them apart."""
+    """Draw a conversation. Two texts are never adjacent, because tags cannot separate them."""
     messages: Plain = []
     for _ in range(rng.randint(1, 3)):
         parts: list[str | tuple[str, bytes]] = []
@@ -44,7 +44,7 @@ def uri(data: bytes, kind: str = "image") -> str:
 
 
 def with_parts(plain: Plain, part_of: Callable[[str, bytes], Any]) -> Row:
-    """Messages of parts; ``part_of`` makes that of a file."""
+    """Return messages of parts. ``part_of`` makes the part for a file."""
     return {
         "messages": [
             {
@@ -59,7 +59,7 @@ def with_parts(plain: Plain, part_of: Callable[[str, bytes], Any]) -> Row:
 
 
 def with_lists(row: Row, plain: Plain, file_of: Callable[[bytes], Any]) -> Row:
-    """The row, with the files of all kinds in columns."""
+    """Return the row with all files in columns."""
     return row | {
         name: [file_of(data) for data in found]
         for name, kind in (("images", "image"), ("audios", "audio"))
@@ -184,7 +184,7 @@ def test_mapped_columns_are_read_and_those_of_the_usual_name_are_not() -> None:
 REFUSED: dict[str, tuple[Row, str]] = {
     "fewer files than tags": (
         {"prompt": "<image><image>", "completion": "a", "images": [b"x"]},
-        "image 2 of its messages has no file: images has 1",
+        "image 2 in the messages has no file: images has 1",
     ),
     "more files than tags": ({"prompt": "<image>", "completion": "a", "images": [b"x", b"y"]}, "images has 2 files"),
     "a part without a file": (
@@ -201,11 +201,11 @@ REFUSED: dict[str, tuple[Row, str]] = {
         "keep one",
     ),
     "a number as a file": ({"prompt": "q", "completion": "a", "images": [3]}, "images[0] is a number"),
-    "an object without a file": ({"prompt": "q", "completion": "a", "images": [{"id": 3}]}, "neither bytes nor a path"),
-    "a video": ({"prompt": "q", "completion": "a", "videos": ["a.mp4"]}, "videos cannot"),
+    "an object without a file": ({"prompt": "q", "completion": "a", "images": [{"id": 3}]}, "no bytes and no path"),
+    "a video": ({"prompt": "q", "completion": "a", "videos": ["a.mp4"]}, "not videos"),
     "a part of video": (
         {"messages": [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "a"}]},
-        "videos cannot",
+        "not videos",
     ),
     "a part of another kind": (
         {
@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Row, str]] = {
                 {"role": "assistant", "content": "a"},
             ]
         },
-        "content[1] is of type 'file'; only text, images and audio can be trained on",
+        "content[1] is of type 'file'; only text, images and audio are supported",
     ),
     "two columns of images": (
         {"prompt": "<image>", "completion": "a", "images": [b"x"], "image": b"y"},
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Row, str]] = {
                 {"role": "assistant", "content": "a"},
             ]
         },
-        "and has image; give it as another part",
+        "and has image; make it a separate part",
     ),
     "text in the part of an image": (
         {
@@ -236,13 +236,13 @@ REFUSED: dict[str, tuple[Row, str]] = {
                 {"role": "assistant", "content": "a"},
             ]
         },
-        "has text too",
+        "also has text",
     ),
-    "an image next to ids": ({"input_ids": [1, 2], "loss_mask": [0, 1], "images": [b"x"]}, "has no place"),
-    "an image next to text": ({"text": "q", "images": [b"x"]}, "has no place"),
+    "an image next to ids": ({"input_ids": [1, 2], "loss_mask": [0, 1], "images": [b"x"]}, "cannot contain media"),
+    "an image next to text": ({"text": "q", "images": [b"x"]}, "cannot contain media"),
     "no place, and no user": (
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}], "images": [b"x"]},
-        "no place for it",
+        "no placeholder for it",
     ),
 }
 

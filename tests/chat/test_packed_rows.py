@@ -1,4 +1,4 @@
-"""Tokenised rows that are packed already: as many sequences as they say, in every form; contradictions are refused."""
+"""Tokenised rows that are already packed: their sequences are found in every form, and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize import row_files
 
-# As TRL's pack_dataset and NeMo write them.
+# Rows as written by TRL's pack_dataset and NeMo.
 TRL = [
     {"input_ids": [5, 6, 7, 8, 14], "labels": [-100, 6, 7, 8, 14], "seq_lengths": [4, 1]},
     {"input_ids": [11, 12, 13, 9, 10], "labels": [-100, 12, 13, -100, 10], "seq_lengths": [3, 2]},
@@ -36,7 +36,7 @@ Sequence = tuple[list[int], list[int]]
 
 
 def read(row: dict[str, Any], alignment: str = "token") -> list[Sequence]:
-    """The sequences of a row: ids and token-aligned masks."""
+    """Return the sequences of a row: ids and token-aligned masks."""
     source = to_sequence_source(row, RowOptions(mask_alignment=alignment))
     assert isinstance(source, TokenizedRow)
     assert source.bounds is not None
@@ -52,11 +52,11 @@ def refused(row: dict[str, Any], alignment: str = "token") -> str:
     return str(caught.value)
 
 
-# ---- packs that are known, in every form ----
+# ---- known packs, in every form ----
 
 
 class Pack(NamedTuple):
-    """Sequences with their token-aligned masks, and tokens of padding behind them."""
+    """Sequences with their token-aligned masks, followed by padding tokens."""
 
     sequences: list[Sequence]
     padding: int
@@ -91,7 +91,7 @@ def merged(values: list[int], padding: int) -> list[int]:
 
 
 def forms(pack: Pack) -> dict[str, dict[str, Any]]:
-    """The fields by which trainers say where the sequences of a pack begin, by a name of the form."""
+    """Return the fields in which trainers store the starts of a pack's sequences, by name of the form."""
     lengths, bounds, padding, total = pack.lengths, pack.bounds, pack.padding, pack.total
     zeros = {"attention_mask": [1] * bounds[-1] + [0] * padding}
     if not padding:
@@ -150,7 +150,7 @@ def forms(pack: Pack) -> dict[str, dict[str, Any]]:
 
 
 def masks(pack: Pack, alignment: str) -> list[dict[str, Any]]:
-    """The masks of a pack in every form: labels, numbers."""
+    """Return the masks of a pack in every form: labels, numbers."""
     ids = [token for tokens, _ in pack.sequences for token in tokens] + [PAD] * pack.padding
     marks: list[int] = []
     labels: list[int] = []
@@ -203,7 +203,7 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         if all(row.get(key, value) == value for key, value in more.items()):
             assert read(row | more, alignment) == pack.sequences, (one, other, row, more)
             together += 1
-        # The same tokens with a border elsewhere.
+        # The same tokens with other boundaries.
         ids = [token for tokens, _ in pack.sequences for token in tokens]
         marks = [mark for _, mask in pack.sequences for mark in mask]
         cuts = sorted(draws.sample(range(1, len(ids)), draws.randint(1, min(3, len(ids) - 1)))) if len(ids) > 1 else []
@@ -222,27 +222,27 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"seq_lengths": [3, 2]}, "seq_lengths is of 5 tokens, but there are 6 input_ids"),
-        ({"seq_lengths": [3, 4]}, "seq_lengths is of 7 tokens, but there are 6 input_ids"),
+        ({"seq_lengths": [3, 2]}, "seq_lengths covers 5 tokens, but there are 6 input_ids"),
+        ({"seq_lengths": [3, 4]}, "seq_lengths covers 7 tokens, but there are 6 input_ids"),
         ({"seq_lengths": [3, 0, 3]}, "seq_lengths holds 0, expected lengths from 1 to 6"),
         ({"seq_lengths": [7, -1]}, "seq_lengths holds 7, expected"),
         ({"seq_lengths": [2**62, 2**62]}, "seq_lengths holds 4611686018427387904, expected"),
-        ({"seq_lengths": []}, "seq_lengths is of 0 tokens"),
+        ({"seq_lengths": []}, "seq_lengths covers 0 tokens"),
         ({"seq_lengths": 6}, "seq_lengths is not a flat list of numbers"),
         ({"seq_lengths": [[3, 3]]}, "seq_lengths is not a flat list of numbers"),
         ({"seq_lengths": [3.0, 3.0]}, "seq_lengths is not a flat list of integers"),
         ({"seq_lengths": "3 3"}, "seq_lengths is not a flat list"),
         ({"seq_start_id": [1, 3]}, "seq_start_id begins with 1, expected 0"),
         ({"seq_start_id": []}, "seq_start_id begins with 6, expected 0"),
-        ({"seq_start_id": [0, 3, 3]}, "seq_start_id does not ascend: 3 stands behind 3"),
-        ({"seq_start_id": [0, 4, 3]}, "seq_start_id does not ascend: 3 stands behind 4"),
+        ({"seq_start_id": [0, 3, 3]}, "seq_start_id does not ascend: 3 is followed by 3"),
+        ({"seq_start_id": [0, 4, 3]}, "seq_start_id does not ascend: 4 is followed by 3"),
         ({"seq_start_id": [0, 6]}, "seq_start_id holds 6, but there are 6 input_ids"),
-        ({"seq_boundaries": [0, 3]}, "seq_boundaries is of 3 tokens, but there are 6"),
-        ({"seq_boundaries": [0, 3, 6, 6]}, "seq_boundaries does not ascend: 6 stands behind 6"),
-        ({"seq_boundaries": [0]}, "seq_boundaries begins with 0, expected 0 and more behind it"),
-        ({"cu_seqlens": [0, 3, 3, 6]}, "cu_seqlens does not ascend: 3 stands behind 3"),
+        ({"seq_boundaries": [0, 3]}, "seq_boundaries covers 3 tokens, but there are 6"),
+        ({"seq_boundaries": [0, 3, 6, 6]}, "seq_boundaries does not ascend: 6 is followed by 6"),
+        ({"seq_boundaries": [0]}, "seq_boundaries begins with 0, expected 0, followed by more bounds"),
+        ({"cu_seqlens": [0, 3, 3, 6]}, "cu_seqlens does not ascend: 3 is followed by 3"),
         ({"cu_seqlens": [0, 3, 8]}, "cu_seqlens holds 8, but there are 6"),
-        ({"cu_seqlens": [0, 3, -1, 6]}, "cu_seqlens does not ascend: -1 stands behind 3"),
+        ({"cu_seqlens": [0, 3, -1, 6]}, "cu_seqlens does not ascend: 3 is followed by -1"),
         ({"cu_seqlens": [-1, -1]}, "cu_seqlens begins with nothing"),
         ({"position_ids": [0, 1, 2, 1, 2, 3]}, "position_ids goes from 2 to 1 at position 3, expected 3, or 0"),
         ({"position_ids": [0, 1, 2, 0, 2, 3]}, "position_ids goes from 0 to 2 at position 4, expected 1, or 0"),
@@ -255,8 +255,8 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ({"attention_mask": [1, 1, 2, 2, 1, 1]}, "attention_mask goes from 2 to 1 at position 4"),
         ({"attention_mask": [1, 1, 1, 3, 3, 3]}, "attention_mask goes from 1 to 3 at position 3"),
         ({"attention_mask": [2, 2, 2, 3, 3, 3]}, "attention_mask begins with 2, expected 1"),
-        ({"attention_mask": [0, 1, 1, 1, 1, 1]}, "attention_mask is 0 at position 0 and not behind it: padding before"),
-        ({"attention_mask": [1, 1, 0, 1, 1, 1]}, "attention_mask is 0 at position 2 and not behind it"),
+        ({"attention_mask": [0, 1, 1, 1, 1, 1]}, "attention_mask is 0 (padding) at position 0, but tokens follow"),
+        ({"attention_mask": [1, 1, 0, 1, 1, 1]}, "attention_mask is 0 (padding) at position 2, but tokens follow"),
         ({"attention_mask": [0] * 6}, "attention_mask begins with 0, expected 1"),
         ({"attention_mask": [1, 1, 1, 2, 2, 0]}, "padding is trained on: the row marks its last 1 tokens as padding"),
         ({"seq_idx": [1, 1, 1, 3, 3, 3]}, "seq_idx goes from 1 to 3"),
@@ -267,10 +267,10 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ),
         ({"seq_lengths": [3, 3], "position_ids": [0, 1, 2, 3, 4, 5]}, "seq_lengths and position_ids disagree"),
         ({"seq_lengths": [3, 3], "attention_mask": [1, 1, 2, 2, 2, 2]}, "seq_lengths and attention_mask disagree"),
-        ({"cu_seqlens": [0, 3, 6], "cu_seqlens_padded": [0, 4, 6]}, "say that there is padding between sequences"),
+        ({"cu_seqlens": [0, 3, 6], "cu_seqlens_padded": [0, 4, 6]}, "there is padding between sequences"),
         (
             {"cu_seqlens_padded": [0, 3, 6]},
-            "cu_seqlens_padded counts the padding behind each sequence, and no cu_seqlens",
+            "cu_seqlens_padded includes the padding after each sequence, but cu_seqlens",
         ),
         ({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 3, 5]}, "cu_seqlens_padded ends at 5, but there are 6"),
         ({"position_ids": [0, 1, 0, 1, 2, 3], "input_pos": [0, 1, 2, 3, 4, 5]}, "position_ids and input_pos disagree"),
@@ -281,11 +281,11 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ),
         (
             {"packing_params": {"sequence_boundaries": [0, 3, 6], "image_subseq_ids": [0]}},
-            "packing_params.image_subseq_ids says that the row has media",
+            "packing_params.image_subseq_ids means that the row has media",
         ),
         (
             {"packing_params": {"sequence_boundaries": [0, 3, 6], "unpadded_length": 4}},
-            "packing_params says that 4 tokens are not padding and 0 are, but there are 6",
+            "packing_params counts 4 tokens without padding and 0 tokens of padding, but there are 6",
         ),
     ],
 )
@@ -297,14 +297,14 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, Any], reason: str)
 def test_padding_that_no_field_marks_is_refused_if_it_looks_like_some() -> None:
     row = {"input_ids": [5, 6, 7, 8, 2, 2, 2], "labels": [-100, 6, -100, 8, -100, -100, -100]}
     for fields in ({"seq_lengths": [2, 2, 3]}, {"position_ids": [0, 1, 0, 1, 0, 1, 2]}, {"cu_seqlens": [0, 2, 4, 7]}):
-        assert "the last of 3 sequences is 3 times the token 2, not trained on" in refused(row | fields)
+        assert "the last of 3 sequences is the token 2 repeated 3 times, and is not trained on" in refused(row | fields)
         assert len(read(row | fields | {"attention_mask": [1, 1, 1, 1, 0, 0, 0]})) == 2
-    # Zeros behind positions are padding where trainers write one token again and again.
+    # Zeros after positions are padding if one token is repeated there.
     assert len(read(row | {"position_ids": [0, 1, 0, 1, 0, 0, 0]})) == 2
     differ = row | {"input_ids": [5, 6, 7, 8, 2, 3, 4], "position_ids": [0, 1, 0, 1, 0, 0, 0]}
-    assert "the last 3 position_ids are 0: sequences of one token, or padding" in refused(differ)
+    assert "the last 3 position_ids are 0, and their ids differ" in refused(differ)
     assert len(read(differ | {"seq_lengths": [2, 2, 1, 1, 1]})) == 5
-    # A last sequence of one token is one, and so are zeros that are trained on.
+    # A last sequence of one token counts as a sequence, and so do zeros that are trained on.
     assert len(read({"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]})) == 2
     assert len(read({"input_ids": [5, 6, 7, 7], "labels": [-100, 6, 7, 7], "position_ids": [0, 1, 0, 0]})) == 3
 
@@ -326,10 +326,10 @@ def test_fields_of_packs_next_to_text_are_refused() -> None:
     chat = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
     for fields in ({"seq_lengths": [2]}, {"cu_seqlens": [0, 2]}, {"seq_start_id": [0]}, {"seq_boundaries": [0, 1]}):
         (name,) = fields
-        with pytest.raises(RowError, match=f"{name} says where sequences begin among tokens"):
+        with pytest.raises(RowError, match=f"{name} gives token positions of sequences"):
             to_sequence_source(chat | fields)
         to_sequence_source(chat | dict.fromkeys(fields))
-    # Of other things in rows of chats.
+    # In rows of chats, fields with these names mean something else.
     to_sequence_source(chat | {"length": 2, "lengths": [1, 1], "position_ids": [0, 0], "segment_ids": ["a"]})
 
 
@@ -347,7 +347,7 @@ def test_names_of_documents_are_no_numbers_of_sequences() -> None:
 
 
 def layouts(count: int) -> list[tuple[list[int], int]]:
-    """All bounds of sequences in ``count`` tokens, and where padding begins."""
+    """Return all possible boundaries in ``count`` tokens, with the start of padding."""
     found = []
     for end in range(1, count + 1):
         for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, end), n) for n in range(end)):
@@ -356,7 +356,7 @@ def layouts(count: int) -> list[tuple[list[int], int]]:
 
 
 def may_say(name: str, value: list[int], bounds: list[int], end: int, count: int) -> bool:
-    """Whether a field of this value is right for a layout."""
+    """Return whether a field with this value is correct for a layout."""
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     behind = count - end
     if name == "seq_lengths":
@@ -373,11 +373,11 @@ def may_say(name: str, value: list[int], bounds: list[int], end: int, count: int
 
 
 def marks_padding(fields: dict[str, list[int]], bounds: list[int], count: int) -> bool:
-    """Whether one of the fields says that what is behind the last sequence is padding."""
+    """Return whether one of the fields shows that the tokens after the last sequence are padding."""
     zeros = [0] * (count - bounds[-1])
     by_mask = fields.get("attention_mask", [1])[-len(zeros) :] == zeros
     lengths = fields.get("seq_lengths")
-    # Positions alone: not where lengths count what is behind, and one zero may be a sequence.
+    # By positions only: not if lengths include the rest; and a single zero may be a sequence.
     by_positions = (
         fields.get("position_ids", [1])[-len(zeros) :] == zeros and fields["position_ids"][bounds[-1] - 1] != 0
     )
@@ -404,7 +404,7 @@ def test_what_is_read_is_the_one_layout_that_all_fields_allow() -> None:
             "position_ids": [at for length in lengths for at in range(length)] + [0] * behind,
         }
         fields = {name: list(fields[name]) for name in draws.sample(list(fields), draws.randint(1, 3))}
-        if draws.random() < 0.5:  # spoil one
+        if draws.random() < 0.5:  # damage one field
             name = draws.choice(list(fields))
             fields[name][draws.randrange(len(fields[name]))] = draws.randint(0, count)
         ids = [*range(10, 10 + end), *[PAD] * behind]
@@ -429,7 +429,7 @@ def test_what_is_read_is_the_one_layout_that_all_fields_allow() -> None:
     assert outcomes["read"] > 2000
     assert outcomes["none"] > 1000
     assert outcomes["refused"] < 300
-    # What looks like padding, or could be read in two ways.
+    # Rows with possible padding, or with two possible readings.
     two_ways = r"position_ids are all 0|the last .* not trained on|the last \d+ position_ids are 0"
     assert [reason for reason, count in reasons.items() if count and not re.match(two_ways, reason)] == []
 
@@ -482,7 +482,7 @@ def test_junk_in_any_field_is_refused_or_read_as_sequences() -> None:
     assert counts["read"] > 200
 
 
-# ---- wherever rows are used ----
+# ---- all uses of rows ----
 
 
 def labelled(pack: Pack) -> dict[str, Any]:
@@ -490,7 +490,7 @@ def labelled(pack: Pack) -> dict[str, Any]:
 
 
 def packed_rows(seed: int, count: int) -> tuple[list[dict[str, Any]], list[list[Sequence]]]:
-    """Rows of packs in all forms, and the sequences of each."""
+    """Return rows of packs in all forms, and the sequences of each."""
     draws = random.Random(seed)
     rows, sequences = [], []
     for number in range(count):
@@ -551,7 +551,7 @@ def test_rows_are_selected_whole_and_duplicates_are_of_equal_borders(tmp_path: P
     valid = set(stored(tmp_path / "x.valid"))
     for of_row in sequences:
         assert len({(tuple(ids), tuple(mask)) in valid for ids, mask in of_row}) == 1
-    # The same tokens with other borders are another row; the same borders said otherwise are not.
+    # The same tokens with other boundaries are another row; the same boundaries in another form are the same row.
     one = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}
     equal = [one | {"seq_lengths": [2, 2]}, one | {"position_ids": [0, 1, 0, 1]}, one | {"cu_seqlens": [0, 2, 4]}]
     other = [one | {"seq_lengths": [1, 3]}, one | {"seq_lengths": [4]}, one]
@@ -583,7 +583,7 @@ def test_packed_rows_with_every_other_option(tmp_path: Path) -> None:
     bad = [*rows, TRL[0] | {"seq_lengths": [4, 2]}]
     done = preprocess(tmp_path / "bad", rows=bad, capacity=64)
     assert done.code == 1
-    assert "rows.jsonl:41: seq_lengths is of 6 tokens, but there are 5 input_ids" in done.err
+    assert "rows.jsonl:41: seq_lengths covers 6 tokens, but there are 5 input_ids" in done.err
     done = preprocess(tmp_path / "bad", "--on-bad-row", "skip", rows=bad, capacity=64)
     assert done.code == 0
     assert len(stored(tmp_path / "bad")) == len(everything)
@@ -607,7 +607,7 @@ def test_rows_of_trl_and_nemo(tmp_path: Path) -> None:
 
 def test_a_packed_row_has_no_one_verdict() -> None:
     row = {**TRL[1], "label": True}
-    with pytest.raises(RowError, match="the row holds 2 sequences, but label judges one answer"):
+    with pytest.raises(RowError, match="the row has 2 sequences, but label is the label of one answer"):
         read_judged(row, RowOptions(kind="kto"))
 
 
@@ -634,7 +634,7 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
         assert f"{file}: contains packs written by megatron-sft-idx, not rows" in done.err
         assert f"megatron-sft-idx convert '{file}' PREFIX --to sft-idx" in done.err
     assert not list(tmp_path.glob("y*"))
-    if form == "jsonl-chunks":  # lines that a program passes are rows of packs
+    if form == "jsonl-chunks":  # lines passed by a program are rows of packs
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         preprocess_rows(lines, tokenizer=TOKENIZER, output_prefix=tmp_path / "z", seq_length=64, workers=0)
         assert stored(tmp_path / "z") == trained([one for of_row in sequences for one in of_row])
@@ -668,7 +668,7 @@ def test_our_packs_are_known_as_an_arrow_file_and_in_a_bucket_and_packs_of_other
     done = produced(tmp_path / "live", "--watch", tmp_path / "watched")
     assert done.code == 1
     assert "1.parquet: contains packs written by megatron-sft-idx" in done.err
-    # Without the metadata nobody knows who wrote it.
+    # Without the metadata, the writer of the file is unknown.
     pq.write_table(table.replace_schema_metadata(None), tmp_path / "others.parquet")
     done = preprocess(tmp_path / "y", "--input", tmp_path / "others.parquet", "--mask-alignment", "label", capacity=64)
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""Rows with other names for fields and roles: the mapped row is the plain one, and a slip is named."""
+"""Rows with other names for fields and roles: the mapped row equals the plain one, and mistakes are reported."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def chat(rng, begin=()):
 
 
 def plain_row(kind, rng):
-    """A row with the names that are known, and the options that its kind needs."""
+    """Return a row with the known names, and the options that its kind needs."""
     more = {}
     if rng.random() < 0.5:
         more["system"] = f"Be {rng.random()}."
@@ -81,7 +81,7 @@ def put(row, path, value, rng):
 
 
 def moved(row, targets, option_of, rng):
-    """The row with some of its fields at random paths, among other fields; and the mapping that finds them."""
+    """Return the row with some fields moved to random paths among other fields, and the mapping that finds them."""
     mapping = {}
     for n, target in enumerate(name for name in row if name in targets):
         form = rng.choice(["f{}", "data{}.inner", "data{}.1.text", "a{}.b.c"])
@@ -176,7 +176,7 @@ def test_the_shard_of_a_mapped_file_is_that_of_the_plain_one(tmp_path, option):
     made = preprocess(tmp_path / "mapped/s", *flags, "--workers", 2, rows=[change(row) for row in rows])
     assert made.code == 0, made.err
     plain, mapped = files_of(tmp_path / "plain/s"), files_of(tmp_path / "mapped/s")
-    for name in (".bin", ".loss.bin", ".idx", ".seq.bin"):  # the others have the options, or a checksum of them
+    for name in (".bin", ".loss.bin", ".idx", ".seq.bin"):  # the other files contain the options, or a checksum of them
         assert plain[name] == mapped[name]
     catalog = tmp_path / "catalog"
     produced = command(
@@ -200,8 +200,8 @@ SLIPS = [
     (("--fields", "prompt=q", "completion=q"), 2, "two targets have the same path"),
     (("--fields", "messages"), 2, "expected NAME=VALUE"),
     (("--fields", "messages=a", "--fields", "messages=b"), 2, "messages is given twice"),
-    (("--fields", "chosen=a"), 2, "--fields chosen=a goes with --row-kind preference"),
-    (("--row-kind", "text"), 2, "--row-kind text goes with --train-on all"),
+    (("--fields", "chosen=a"), 2, "--fields chosen=a needs --row-kind preference"),
+    (("--row-kind", "text"), 2, "--row-kind text needs --train-on all"),
     (
         ("--fields", "messages=data.turn"),
         1,
@@ -217,7 +217,7 @@ SLIPS = [
         1,
         "--turn-fields: nickname does not occur in any turn of 3 rows",
     ),
-    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known are system"),
+    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known roles are system"),
 ]
 
 
@@ -256,7 +256,7 @@ def test_names_with_dots_are_found_whole():
 
 TRAINED = {"role": "assistant", "content": "A"}
 UNTRAINED = [
-    # A field of training, wherever in an object that a path leads into.
+    # A field that controls training, anywhere in an object that a path leads into.
     ({"m": TRAINED | {"weight": 0}}, {"role": "m.role", "content": "m.content"}),
     ({"who": "assistant", "m": {"text": "A", "train": False}}, {"role": "who", "content": "m.text"}),
     ({"who": "assistant", "m": {"inner": {"text": "A"}, "loss": 0}}, {"role": "who", "content": "m.inner.text"}),
@@ -311,7 +311,7 @@ def test_what_stands_next_to_mapped_messages_counts():
         read_row({"data": {"turns": turns, "train": False}}, RowOptions(mapping=mapping))
     with pytest.raises(RowError, match="label is false"):
         read_row({"data": {"turns": turns, "label": False}}, RowOptions(mapping=mapping))
-    with pytest.raises(RowError, match="the row has system, and an object in it has system that differs"):
+    with pytest.raises(RowError, match="the row and an object in it have different values for system"):
         read_row({"system": "T", "data": {"turns": turns, "system": "S"}}, RowOptions(mapping=mapping))
 
 
@@ -322,16 +322,16 @@ def test_what_stands_next_to_mapped_messages_counts():
 def test_targets_that_no_row_has_together(targets):
     mapping = RowMapping.of({target: f"f{n}" for n, target in enumerate(targets)})
     row = {f"f{n}": "words" for n in range(len(targets))}
-    with pytest.raises(RowError, match=f"--fields maps {' and '.join(targets)}, and the row has them all"):
+    with pytest.raises(RowError, match=f"--fields maps {' and '.join(targets)}, and the row has all of them"):
         read_row(row, RowOptions(mapping=mapping))
 
 
 SETTINGS = [
     (lambda: RowMapping.of(turn_fields={"train": "m.masked"}), "masked means the opposite of train"),
-    (lambda: RowMapping.of(roles={"Agent": "user", "AGENT": "assistant"}), "in another case is user"),
+    (lambda: RowMapping.of(roles={"Agent": "user", "AGENT": "assistant"}), "is mapped to user"),
     (
         lambda: RowOptions(mapping=RowMapping.of(turn_fields={"weight": "w"}), ignore_fields=("w",)),
-        "--ignore-field w: the field is mapped too",
+        "--ignore-field w: the field is also mapped",
     ),
 ]
 
@@ -364,7 +364,7 @@ def test_names_that_change_places_are_mapped_once(key):
 def test_reasoning_of_messages_is_not_that_of_a_row():
     mapping = RowMapping.of({"reasoning_content": "why"})
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    with pytest.raises(RowError, match="map the reasoning of each with --turn-fields"):
+    with pytest.raises(RowError, match="map the reasoning of each message with --turn-fields"):
         read_row({"messages": turns, "why": "T"}, RowOptions(mapping=mapping))
     (source,), _ = read_row({"prompt": "Q", "completion": "A", "why": "T"}, RowOptions(mapping=mapping))
     assert source.messages[-1] == {"role": "assistant", "content": "A", "reasoning_content": "T"}

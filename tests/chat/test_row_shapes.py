@@ -1,4 +1,4 @@
-"""Shapes of rows that public data sets have, each made up here: what is asked, and what is trained."""
+"""Row shapes of public data sets, with made-up content: their messages, and which of them are trained."""
 
 import json
 
@@ -15,7 +15,7 @@ TOOL = {"name": "look", "description": "Looks.", "parameters": {"place": {"type"
 
 
 def said(*texts, system=None):
-    """Messages of the user and the assistant in turn."""
+    """Return alternating messages of the user and the assistant."""
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, texts, strict=False)]
     return [*([{"role": "system", "content": system}] if system else []), *turns]
 
@@ -25,7 +25,7 @@ def called(text, *calls):
     return [{"role": "user", "content": text}, {"role": "assistant", "tool_calls": functions}]
 
 
-# Name: the row, its messages, and the weights of these where not all are 1.
+# Name: the row, its messages, and their weights if not all are 1.
 SHAPES = {
     "NeMo, Megatron-Bridge": ({"input": "Q", "output": "A", "original_answers": ["A"]}, said("Q", "A")),
     "Nemotron": (
@@ -128,7 +128,7 @@ SHAPES = {
         {"messages": said("Q", "<think>T</think>A"), "reasoning": "T"},
         said("Q", "<think>T</think>A"),
     ),
-    # Columns that hold no words of the prompt or the answer.
+    # Columns without words of the prompt or the answer.
     "a flag of reasoning": ({"prompt": "Q", "response": "A", "thinking": "off"}, said("Q", "A")),
     "a rendered copy of the prompt": (
         {"instruction": "Q", "output": "A", "prompt": "Below is an instruction.\nQ\n", "text": "Q A"},
@@ -157,12 +157,12 @@ def test_chosen_and_rejected_messages():
     pair, _ = read_row(row, RowOptions(kind="preference"))
     assert [source.messages for source in pair] == rows
     assert [source.weights for source in pair] == [[0, 1], [0, 1]]
-    with pytest.raises(RowError, match=r"a preference row \(chosen_messages, rejected_messages\)"):
+    with pytest.raises(RowError, match=r"a preference pair \(chosen_messages, rejected_messages\)"):
         read_row(row, RowOptions())
 
 
-IGNORE = "--ignore-field {} reads rows without it"
-# The row, and the column that the message names.
+IGNORE = "--ignore-field {} to"
+# The row, and the column in the error message.
 REFUSED = {
     "a pair with more words": (
         {"conversation": [{"human": "Q", "assistant": "A", "inner_thoughts": "T"}]},
@@ -208,7 +208,7 @@ BAD = [
     ({"conversations": ["Q", {"role": "assistant"}]}, r"conversations\[1\] is an object, expected a string"),
     (
         {"conversation": [{"input": "", "output": "a book"}]},
-        r"conversation\[0\].input is empty: its output answers nothing",
+        r"conversation\[0\].input is empty, so its output has no question",
     ),
     (
         {"conversation": [{"human": "Q", "assistant": "A"}, {"human": "R"}]},
@@ -216,21 +216,21 @@ BAD = [
     ),
     (
         {"conversation": [{"input": "Q", "output": "A"}, {"system": "S", "input": "R", "output": "B"}]},
-        r"conversation\[1\] has another system prompt",
+        r"conversation\[1\] has a different system prompt",
     ),
-    ({"query": "Q", "tools": [TOOL], "answers": "[]"}, "answers is .*, so there is nothing to learn"),
+    ({"query": "Q", "tools": [TOOL], "answers": "[]"}, "answers is .*, so there is nothing to"),
     ({"query": "Q", "answers": ["A"]}, r"answers.tool_calls\[0\] is a string, expected an object with name"),
-    ({"problem": "Q", "generated_solution": "n/a"}, "generated_solution is 'n/a', so there is nothing to learn"),
-    ({"problem": "Q", "solution": "S", "answer": "4"}, "no columns that make a chat"),
-    ({"question": "Q", "deepseek_attempt": "A", "gemini_attempt": "B"}, "no columns that make a chat"),
+    ({"problem": "Q", "generated_solution": "n/a"}, "generated_solution is 'n/a', so there is nothing to"),
+    ({"problem": "Q", "solution": "S", "answer": "4"}, "no columns of a chat"),
+    ({"question": "Q", "deepseek_attempt": "A", "gemini_attempt": "B"}, "no columns of a chat"),
     ({"messages": [{"role": "agent", "content": "A"}]}, "has the role 'agent'; .*--roles NAME=ROLE"),
-    ({"text": "a book"}, "the row has only text, which has no roles: --train-on all"),
+    ({"text": "a book"}, "the row has only text, without roles: pass --train-on all"),
     ({"inputs": "2+2?", "targets": ["4", "four"]}, "targets is a list, expected a string"),
     ({"question": "Q", "attempt": ["a"], "thinking_trajectories": ["T"]}, "attempt is a list, expected a string"),
     ({"input": said("Q"), "output": ["A", "B"]}, r"output\[0\] is a string, expected an object"),
-    ({"messages": ['{"role": "user"}', '{"role": "assistant"}']}, "a string that gives its speaker"),
-    ({"messages": ["user: hi", "assistant: hello"]}, "a string that gives its speaker"),
-    ({"prompt": str(said("Q")), "completion": "A"}, "as Python prints it, and not JSON"),
+    ({"messages": ['{"role": "user"}', '{"role": "assistant"}']}, "a string that begins with its speaker"),
+    ({"messages": ["user: hi", "assistant: hello"]}, "a string that begins with its speaker"),
+    ({"prompt": str(said("Q")), "completion": "A"}, "in Python's format, not JSON"),
 ]
 
 
@@ -271,7 +271,7 @@ def test_reasoning_reaches_the_answer_in_every_form():
         options = RowOptions(kind="kto")
         (source,), label = read_row(row | {"reasoning_content": "T", "label": 1.0}, options)
         assert (source.messages[-1]["reasoning_content"], label) == ("T", 1)
-    with pytest.raises(RowError, match="reasoning_content is that of one prompt and one answer"):
+    with pytest.raises(RowError, match="reasoning_content is for rows with one prompt and one answer"):
         read_row({"prompt": said("Q"), "completion": [said("Q", "A")[1]], "reasoning_content": "T"}, RowOptions())
 
 
@@ -283,7 +283,7 @@ def test_messages_in_the_text_of_a_table():
         {"prompt": prompt, "completion": json.dumps([{"role": "assistant", "content": "A"}])}, RowOptions()
     )
     assert source.messages == said("Q", "B", "R", "A", system="S")
-    # An answer that is such text stays text where the prompt is not.
+    # An answer with such text stays text if the prompt is not such text.
     (source,), _ = read_row({"input": said("Q"), "output": prompt}, RowOptions())
     assert source.messages == said("Q", prompt)
     (source,), _ = read_row({"prompt": "R", "response": "B", "history": '[["Q", "A"]]'}, RowOptions())
@@ -308,7 +308,7 @@ def test_plain_text_is_trained_as_a_whole(tmp_path):
         assert tokenizer.eos_id not in ids[:-1]
     for more in ({"prompt": "Q"}, {"segments": [{"label": False, "text": "x"}]}, {"is_correct": False}):
         refused = preprocess(tmp_path / "refused", "--train-on", "all", rows=[rows[0] | more])
-        assert (refused.code, f"--ignore-field {next(iter(more))} reads rows without it" in refused.err) == (1, True)
+        assert (refused.code, f"--ignore-field {next(iter(more))} to" in refused.err) == (1, True)
     mapped = preprocess(
         *(tmp_path / "m", "--train-on", "all", "--packing", "none", "--append-eod", "--fields", "text=body.raw"),
         rows=[{"body": {"raw": text}, "messages": []} for text in texts],

@@ -1,4 +1,4 @@
-"""Comma- and tab-separated files: the rows that Python's csv module wrote, however they are cut, or an error."""
+"""Comma- and tab-separated files: the rows written by Python's csv module, for any size of pieces, or an error."""
 
 import csv
 import gzip
@@ -52,8 +52,8 @@ BAD = {
     "too few fields": (b"a\n", "1 fields, but the header has 2"),
     "too many fields": (b"a,b,c\n", "3 fields, but the header has 2"),
     "quote in a field": (b'5" pipe,a\nb,6" pipe\n', "a quote in a field that is not quoted|new-line character"),
-    "text behind a quote": (b'"a"b,c\n', "not a record of separated values"),
-    "open quote": (b'"a,b\n', "not a record of separated values"),
+    "text behind a quote": (b'"a"b,c\n', "not a valid record of separated values"),
+    "open quote": (b'"a,b\n', "not a valid record of separated values"),
     "bytes": (b"\xff,b\n", "not valid UTF-8"),
 }
 
@@ -103,5 +103,5 @@ def test_a_verdict_that_is_text_is_a_verdict(tmp_path, label):
     (tmp_path / "rows.csv").write_text(f"prompt,completion,label\nQ,A,{label}\n")
     refused = preprocess(tmp_path / "s", "--input", tmp_path / "rows.csv")
     assert refused.code == 1
-    assert f"rows.csv:2: label is {label.lower()}: a row of KTO" in refused.err
+    assert f"rows.csv:2: label is {label.lower()}: this is a KTO row" in refused.err
     assert preprocess(tmp_path / "s", "--input", tmp_path / "rows.csv", "--row-kind", "kto").code == 0

@@ -1,4 +1,4 @@
-"""System messages after answers, as in Megatron's ``--sft`` lines: a decision for the whole input."""
+"""System messages after answers, as in Megatron's ``--sft`` lines: one decision applies to the whole input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(roles: str, name: str = "") -> list[dict[str, str]]:
     return [{"role": names[role], "content": f"{name} {role}{at} said"} for at, role in enumerate(roles)]
 
 
-# As Megatron's own documentation has them: a line of three conversations, and one of one.
+# Lines as in Megatron's documentation: one with three conversations, and one with one.
 LINES = [
     {"messages": said("sua", "alpha") + said("suaua", "beta") + said("sua", "gamma")},
     {"messages": said("sua", "delta")},
@@ -36,7 +36,7 @@ LINES = [
 
 
 def split_as_megatron_does(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Megatron's rule, written out: each system message begins a conversation."""
+    """Split messages by Megatron's rule: each system message begins a conversation."""
     found: list[list[dict[str, Any]]] = []
     for message in messages:
         if message["role"] == "system" or not found:
@@ -135,7 +135,7 @@ def test_pairs_and_verdicts_are_of_one_conversation() -> None:
         with pytest.raises(UndecidedError):
             read_row(row, RowOptions(kind=kind))
         with pytest.raises(
-            RowError, match=r"the row holds 2 conversations by --system-starts conversation, but .* turn$"
+            RowError, match=r"with --system-starts conversation, the row has 2 conversations, but .* turn$"
         ):
             read_row(row, RowOptions(kind=kind, system_starts="conversation"))
         read_row(row, RowOptions(kind=kind, system_starts="turn"))
@@ -203,10 +203,10 @@ def test_a_run_without_the_decision_stops_before_it_begins(tmp_path: Path, more:
     done = preprocess(tmp_path / "x", *more, rows=rows)
     assert done.code == 1
     assert done.err == (
-        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this row, the"
-        " first of 2 among the first 85 rows; choose for the whole input: --system-starts conversation makes each"
-        " system message start a conversation, which becomes a sequence of its own (Megatron's --sft reads such lines"
-        " so); --system-starts turn keeps it as a turn of one conversation\n"
+        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this"
+        f" row, the first of 2 among the first 85 rows; choose for the whole input: --system-starts"
+        f" conversation starts a new conversation, stored as a separate sequence, at each system message (like"
+        f" Megatron's --sft); --system-starts turn keeps one conversation with several system messages\n"
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
     assert preprocess(tmp_path / "x", "--on-bad-row", "skip", *CONVERSATION, rows=rows).code == 0
@@ -218,7 +218,7 @@ def many_rows(count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: Any) -> Path:
-    """Several pieces of rows, of which one far behind the first 1,000 is undecided, and others are bad."""
+    """Write several pieces of rows. One row long after the first 1,000 is undecided, and others are bad."""
     rows = many_rows(9000)
     for at in (100, 6000, 8500):
         rows[at] = {"messages": []}
@@ -233,7 +233,7 @@ def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--workers", workers, "--input", late)
     assert done.code == 1
     assert f"error: {late}:7001: a system message comes after an answer in this row, but in no earlier row" in done.err
-    assert "--system-starts conversation makes" in done.err
+    assert "--system-starts conversation starts" in done.err
     assert list(tmp_path.iterdir()) == []
     # The first bad row comes before it.
     done = preprocess(tmp_path / "x", "--workers", workers, "--input", late)
@@ -282,7 +282,7 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     done = produced(tmp_path / "live", "--input", source, *CONVERSATION)
     assert done.code == 0, done.err
     assert tokens_of(tmp_path / "live").total() == 4
-    # What comes through a pipe or into a folder is not there before the run.
+    # Rows from a pipe or a watched folder cannot be read before the run.
     done = piped(source, tmp_path / "pipe")
     assert done.code == 1
     assert "standard input:1: a system message comes after an answer in this row, but in no earlier row" in done.err

@@ -1,4 +1,4 @@
-"""``rebuild --accept-contents``: the way on where contents were changed and no copy is left."""
+"""``rebuild --accept-contents``: repair a shard whose contents were changed and that has no other copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_sft_idx.tokenize import PackOptions, pack_shard
 PACKS = [sample_of([5, 4, 7], lambda position: position % 2, lambda position: position % 40) for _ in range(9)]
 SPECS = {"score": ColumnSpec("token", "f4"), "turn": ColumnSpec("sequence", "u1")}
 METADATA = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 64}, "notes": ["kept"], "accepted": "no list"}
-# A byte of each file that may take another value without breaking a rule of packs.
+# For each file a byte that can change without breaking a rule of packs.
 CHANGES = {".bin": (4, 9), ".loss.bin": (0, 0), ".seq.bin": (4, 6), ".score.col": (-2, 7), ".late.col": (-1, 7)}
 
 
@@ -45,7 +45,7 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     changed = change(prefix, suffix, *CHANGES[suffix])
     assert command("rebuild", prefix).code == 1
     assert command("pack", prefix, "--seq-length", 64, "--lossy", "--output-prefix", f"{prefix}-2").code == (
-        0 if suffix == ".late.col" else 1  # which is left out, as it has a row per pack
+        0 if suffix == ".late.col" else 1  # left out, because it has one row per pack
     )
     only_said = command("rebuild", prefix, "--accept-contents", "--dry-run")
     assert (only_said.code, "would be rebuilt" in only_said.out, "nothing was written" in only_said.out) == (
@@ -57,7 +57,7 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     done = command("rebuild", prefix, "--accept-contents")
     assert done.code == 0, done
     assert f"{prefix}{suffix}: rebuilt: " in done.out
-    assert "accepted as it is, under a new checksum" in done.out
+    assert "accepted as it is, with a new checksum" in done.out
     header = read_header(prefix)
     (entry,) = header.metadata["accepted"]
     assert entry["file"] == suffix
@@ -67,7 +67,7 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     after = files_of(prefix)
     for name in (".bin", ".loss.bin", ".seq.bin"):
         assert after[name] == (changed if name == suffix else before[name])
-    for name in (*SPECS, "late"):  # with their headers, in which the id of the shard stands
+    for name in (*SPECS, "late"):  # including their headers, which contain the id of the shard
         spec = Shard(prefix).columns[name].spec
         kept = changed if suffix == f".{name}.col" else before[f".{name}.col"]
         assert after[f".{name}.col"][spec.header_nbytes :] == kept[spec.header_nbytes :]

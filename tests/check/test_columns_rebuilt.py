@@ -1,4 +1,4 @@
-"""Rebuilding shards with columns: they come back from nothing, so they are kept, said to be lost, and never dropped."""
+"""Rebuilding shards with columns. Columns cannot be derived, so they are kept or reported as lost, never dropped."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_columns_stay_as_attached_ones_where_the_listing_is_lost(tmp_path: Path)
     flipped(tmp_path / "x.seq.idx", 40)
     done = command("rebuild", tmp_path / "x")
     assert done.code == 0, done.err
-    assert "x: the new .seq.idx lists no columns; source, topk stay beside it, like attached ones" in done.out
+    assert "x: the new .seq.idx lists no columns; source, topk remain as attached columns" in done.out
     header = read_header(tmp_path / "x")
     assert header.rebuilt
     assert not listed_columns(header.metadata)
@@ -83,11 +83,11 @@ def test_a_file_that_is_no_column_is_told_and_left_alone(tmp_path: Path) -> None
     for full in (False, True):
         report = verify_shard(tmp_path / "x", full=full)
         assert [(finding.rule, finding.path) for finding in report.findings] == [("C1", str(tmp_path / "x.notes.col"))]
-        assert "if it is no column, give it another name" in report.findings[0].remedy
+        assert "if it is not a column, rename it" in report.findings[0].remedy
     done = command("rebuild", tmp_path / "x")
     assert (done.code, "x.notes.col: lost: " in done.out, "nothing was rebuilt" in done.out) == (1, True, True)
     assert (tmp_path / "x.notes.col").read_text() == "a stranger's"
-    # Where the header lists it, it is a column that was lost.
+    # If the header lists it, it is a column that was lost.
     (tmp_path / "x.topk.col").write_text("a stranger's")
     assert {finding.rule for finding in verify_shard(tmp_path / "x").findings} == {"C1"}
 
@@ -111,16 +111,16 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert files_in(tmp_path) == before
     if (name, damage) == ("late", "lost"):
-        assert done.code == 0  # nobody says that there was one
+        assert done.code == 0  # nothing shows that there was one
         return
     assert done.code == 1
     assert f"{path}: lost: " in done.out
     assert "a column cannot be derived; restore it from a copy, or " in done.out
     assert "columns are lost, the rest is complete" in done.err
     assert "nothing to do" not in done.out
-    assert "the five files are good, and nothing was rebuilt" in done.out
+    assert "the five files are good, so nothing was rebuilt" in done.out
     assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}
-    # An index beside it is mended all the same.
+    # An index next to it is repaired anyway.
     os.unlink(tmp_path / "x.idx")
     found = states(tmp_path / "x", dry_run=dry_run)
     assert (found[".idx"], found[f".{name}.col"]) == ("rebuilt", "lost")

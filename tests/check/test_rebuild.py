@@ -1,4 +1,4 @@
-"""Each index lost or damaged in turn and brought back; what cannot be derived is refused by name."""
+"""Rebuild each index after loss or damage. Data that cannot be derived are an error with their names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_any_shard_survives_the_loss_of_an_index(
 def test_an_empty_shard_does_not_say_what_its_masks_are(tmp_path: Path) -> None:
     small(tmp_path / "x", [])
     os.unlink(tmp_path / "x.seq.idx")
-    with pytest.raises(FormatError, match=r"says nothing of their dtypes; pass --token-dtype and --mask-dtype"):
+    with pytest.raises(FormatError, match=r"dtypes cannot be determined; pass --token-dtype and --mask-dtype"):
         rebuild(tmp_path / "x")
 
 
@@ -163,9 +163,9 @@ def test_no_index_has_readers_open_what_is_damaged_in_place(
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
-    assert f"x{suffix}: lost: found checksum" in done.out
-    if suffix != ".seq.bin" or lost == ".idx":  # else no source gives back the arrays
-        assert f"readers would open {tmp_path}/x{suffix} with it, as if nothing was wrong; restore what is" in done.out
+    assert f"x{suffix}: lost: expected " in done.out
+    if suffix != ".seq.bin" or lost == ".idx":  # otherwise the arrays cannot be derived from any source
+        assert f"readers would open the damaged {tmp_path}/x{suffix} without an error; first restore what" in done.out
     assert f"x{lost}: lost: " in done.out
     assert "rebuilt" not in done.out
     assert left == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -191,7 +191,9 @@ def test_without_a_header_all_three_data_files_are_needed(tmp_path: Path, suffix
     os.unlink(tmp_path / "x.seq.idx")
     os.unlink(tmp_path / f"x{suffix}")
     before = folder_of(tmp_path)
-    with pytest.raises(FormatError, match=rf"no good .seq.idx, and .*x{suffix} is missing: .* restore it from a copy"):
+    with pytest.raises(
+        FormatError, match=rf"cannot be derived without a valid .seq.idx: .*x{suffix}; restore them from a copy"
+    ):
         rebuild(tmp_path / "x")
     assert folder_of(tmp_path) == before
 
@@ -199,22 +201,22 @@ def test_without_a_header_all_three_data_files_are_needed(tmp_path: Path, suffix
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda p: os.truncate(f"{p}.bin", 9), r"do not go together|\.bin has 9"),
-        (lambda p: os.truncate(f"{p}.loss.bin", 9), "do not go together"),
-        (lambda p: os.truncate(f"{p}.seq.bin", 9), "starts have 4 each"),
+        (lambda p: os.truncate(f"{p}.bin", 9), r"does not match|\.bin has 9"),
+        (lambda p: os.truncate(f"{p}.loss.bin", 9), "does not match"),
+        (lambda p: os.truncate(f"{p}.seq.bin", 9), "not a multiple of 4"),
         (lambda p: os.truncate(f"{p}.seq.bin", 8), "packs begin here"),
         (lambda p: damage(f"{p}.seq.bin", 0), "the first start is 255"),
         (
             lambda p: damage(f"{p}.seq.bin", 11),
-            r"x\.seq\.bin: byte 8: pack 1: found a sequence that starts at 4278190082, expected 4 or less \(rule P4\)",
+            r"x\.seq\.bin: byte 8: pack 1: expected 4 or less, found a sequence that starts at 4278190082 \(rule P4\)",
         ),
         (
             lambda p: damage(f"{p}.loss.bin", 3),
-            r"x\.loss\.bin: byte 3: pack 1: found mask 255, expected 0 or 1 \(rule P7\)",
+            r"x\.loss\.bin: byte 3: pack 1: expected 0 or 1, found mask 255 \(rule P7\)",
         ),
         (
             lambda p: damage(f"{p}.bin", 3),
-            r"x\.bin: byte 0: pack 0: found id -16777216, expected 0 to 2147483647 \(rule P8\)",
+            r"x\.bin: byte 0: pack 0: expected 0 to 2147483647, found id -16777216 \(rule P8\)",
         ),
     ],
 )
@@ -271,22 +273,22 @@ def test_the_script_is_the_verb(tmp_path: Path) -> None:
     [{"capacity": 0}, {"sequence_multiple": 2**31}, {"pad_id": -1}, {"eod_id": -1}, {"token_dtype": np.dtype("i8")}],
 )
 def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(FormatError, match=r"expected a whole number|the format stores"):
+    with pytest.raises(FormatError, match=r"expected a whole number|the format only stores"):
         GivenFacts(**wrong)
 
 
 @pytest.mark.parametrize(
     ("known", "message"),
     [
-        (GivenFacts(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
-        (GivenFacts(mask_dtype=np.dtype("f4")), r"do not go together as int32, float32 \(rule F2\)"),
+        (GivenFacts(token_dtype=np.dtype("u2")), r"x\.idx: its tokens are int32, but --token-dtype is uint16"),
+        (GivenFacts(mask_dtype=np.dtype("f4")), r"does not match int32, float32 \(rule F2\)"),
         (
             GivenFacts(capacity=5),
-            r"x: pack 2: found 12 tokens, expected at most the capacity 5 \(rule P1\); pass the --seq-length",
+            r"x: pack 2: expected at most the capacity 5, found 12 tokens \(rule P1\); pass the --seq-length",
         ),
         (
             GivenFacts(capacity=12, sequence_multiple=8),
-            r"x: pack 1: found 16 positions with each sequence rounded up to 8, expected .* 12 \(rule P5\)",
+            r"x: pack 1: expected .* 12, found 16 positions with each sequence rounded up to 8 \(rule P5\)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Indexes damaged in places: what a checksum proves comes back exactly, what is hostile is refused."""
+"""Rebuild indexes with local damage: contents proven by a checksum are restored exactly, hostile ones are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
 from megatron_sft_idx.shard import Shard
 
-# ---- an index that was written wrong ----
+# ---- a wrongly written index ----
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -27,7 +27,7 @@ def test_what_checksums_vouch_for_is_still_held_to_the_rules(tmp_path: Path, dry
     wrong[".idx"] = wrong[".idx"][:-1] + b"\x01"
     put(tmp_path, reseal(wrong))
     before = five_files(tmp_path / "x")
-    with pytest.raises(FormatError, match=r"as its header says, and yet .* \(rule I1\); move .*seq\.idx away"):
+    with pytest.raises(FormatError, match=r"matches the header, but .* \(rule I1\); move .*seq\.idx away"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert five_files(tmp_path / "x") == before
     os.rename(tmp_path / "x.seq.idx", tmp_path / "away")
@@ -40,7 +40,7 @@ def test_no_index_makes_a_shard_readable_that_was_written_wrong(tmp_path: Path, 
     wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
     put(tmp_path, reseal(wrong))
     os.unlink(tmp_path / "x.idx")
-    with pytest.raises(FormatError, match=r"every good file is as its header says, and yet .* \(rule H9\)"):
+    with pytest.raises(FormatError, match=r"every good file matches the header, but .* \(rule H9\)"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert not os.path.lexists(tmp_path / "x.idx")
 
@@ -49,10 +49,10 @@ def test_no_other_file_does_either(tmp_path: Path) -> None:
     wrong = small(tmp_path / "x", [sample_of([5], lambda _: 0, lambda p: p)] * 2)
     wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
     put(tmp_path, reseal(wrong))
-    for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence a pack
+    for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence per pack
         os.unlink(f"{tmp_path}/x{suffix}")
     left = sorted(os.listdir(tmp_path))
-    with pytest.raises(FormatError, match=r"every file could be as its header says, and yet rules are broken"):
+    with pytest.raises(FormatError, match=r"every file could be restored to match the header, but rules are broken"):
         rebuild(tmp_path / "x")
     assert sorted(os.listdir(tmp_path)) == left
 
@@ -63,7 +63,7 @@ def test_starts_that_descend_are_refused_before_packs_are_placed_by_them(tmp_pat
     (tmp_path / "x.seq.bin").write_bytes(starts.tobytes())
     for suffix in (".idx", ".seq.idx"):
         os.unlink(tmp_path / f"x{suffix}")
-    with pytest.raises(CorruptShardError, match=r"x\.seq\.bin: .*a start of 5 after 40000.* or 0"):
+    with pytest.raises(CorruptShardError, match=r"x\.seq\.bin: .*start 5 follows start 40000.* or 0"):
         rebuild(tmp_path / "x")
 
 
@@ -119,7 +119,7 @@ def test_a_seq_idx_cut_short_is_replaced(tmp_path: Path, cut: int) -> None:
 
 
 def test_a_good_header_brings_back_both_indexes_without_either(tmp_path: Path) -> None:
-    """Its arrays are gone and so is ``.idx``: lengths by the end-of-sequence id, proven by the header's checksum."""
+    """Its arrays and ``.idx`` are lost. Lengths follow from the end-of-sequence id, proven by the header's checksum."""
     packs = [sample_of([3, 2], lambda p: int(p == 0), lambda p: 9 if p in (2, 4) else 1) for _ in range(5)]
     before = small(tmp_path / "x", packs)
     os.truncate(tmp_path / "x.seq.idx", Shard(tmp_path / "x").header.nbytes)
@@ -151,18 +151,18 @@ def hostile(raw: bytearray, offset: int, code: str, value: int) -> bytes:
 @pytest.mark.parametrize(
     ("offset", "code", "value", "message"),
     [
-        (0, "B", 0x4E, "not Megatron's index of version 1"),
-        (9, "Q", 2, "not Megatron's index of version 1"),
+        (0, "B", 0x4E, "not a Megatron index of version 1"),
+        (9, "Q", 2, "not a Megatron index of version 1"),
         (17, "B", 5, "dtype code 5, expected 4"),
         (18, "Q", 2**63 - 1, "9223372036854775807 packs"),
-        (26, "Q", 2**64 - 1, "documents take"),
+        (26, "Q", 2**64 - 1, "documents has"),
         (18, "Q", 6, "6 packs and 8 documents"),
         (34, "i", 0, "pack 0 has length 0"),
         (38, "i", -5, "pack 1 has length -5"),
-        (34, "i", 2, "pack 1 begins at byte 4, by the lengths before it at 8"),
+        (34, "i", 2, "pack 1 begins at byte 4, expected 8 from the lengths before it"),
         (34 + 28 + 8, "q", -8, "pack 1 begins at byte -8"),
         (34 + 28 + 16, "q", 2**62, "pack 2 begins at byte"),
-        (34 + 24, "i", 2**31 - 1, r"bytes in all, .bin has .*rule F2"),
+        (34 + 24, "i", 2**31 - 1, r"bytes in total, but .bin has .*rule F2"),
     ],
 )
 def test_a_hostile_idx_is_refused(tmp_path: Path, offset: int, code: str, value: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Where packs end, with no index left: against a twin that tries every split."""
+"""Find the ends of packs without any index, compared with a twin that tries every split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOD = 5
 
 
 def splits(starts: Sequence[Sequence[int]], num_tokens: int, ends: set[int]) -> Iterator[list[int]]:
-    """Every way to give each pack an end, the slow way; ``ends`` are the places where a sequence may end."""
+    """Yield all possible ends of packs, the slow way. ``ends`` are the positions where a sequence may end."""
 
     def place(pack: int, begin: int) -> Iterator[list[int]]:
         if pack == len(starts):
@@ -54,7 +54,7 @@ def without_indexes(prefix: Path, packs: Sequence[Sample], **options: object) ->
 
 @st.composite
 def ended(draw: st.DrawFn) -> list[Sample]:
-    """Packs whose sequences mostly end with EOD, which also stands elsewhere; masks are often 0."""
+    """Draw packs whose sequences mostly end with EOD, which also occurs elsewhere. Masks are often 0."""
     packs = []
     strays = draw(st.integers(0, 3))
     for _ in range(draw(st.integers(1, 4))):
@@ -82,11 +82,11 @@ def test_a_split_is_found_where_every_possible_end_is_one(
         if len(ends) == sum(len(pack.starts) for pack in packs) and found:
             rebuild(prefix, GivenFacts(eod_id=eod_id))
         else:
-            with pytest.raises(FormatError, match=f"not certain: a sequence can end at {len(ends)} tokens"):
+            with pytest.raises(FormatError, match=f"cannot be determined: {len(ends)} tokens"):
                 rebuild(prefix, GivenFacts(eod_id=eod_id))
             return
     assert [[0, *split] for split in found] == [Shard(prefix).token_offsets.tolist()]
-    # Where every sequence did end as the user said, the only split is the one that was written.
+    # If every sequence ends as the user specified, the only split is the written one.
     if np.cumsum([len(pack.tokens) for pack in packs]).tolist() in found:
         assert five_files(prefix)[".idx"] == before[".idx"]
         assert_holds(Shard(prefix), packs)
@@ -118,9 +118,11 @@ def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> N
     packs = [sample_of([4], lambda p: 0, lambda p: EOD if p in (1, 3) else 1) for _ in range(3)]
     without_indexes(tmp_path / "x", packs)
     here = os.listdir(tmp_path)
-    with pytest.raises(FormatError, match=r"at 12 tokens, where the mask is 0, and there are 3 sequences; .*--eod-id"):
+    with pytest.raises(
+        FormatError, match=r"12 tokens could end a sequence .the mask is 0., but there are 3 sequences; .*--eod-id"
+    ):
         rebuild(tmp_path / "x")
-    with pytest.raises(FormatError, match=r"at 6 tokens, where the mask is 0 and the id is 5, and"):
+    with pytest.raises(FormatError, match=r"6 tokens could end a sequence .the mask is 0 and the id is 5., but"):
         rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
     with pytest.raises(FormatError, match=r"at 0 tokens"):
         rebuild(tmp_path / "x", GivenFacts(eod_id=77))
@@ -130,14 +132,14 @@ def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> N
 def test_tokens_without_any_sequence_are_refused(tmp_path: Path) -> None:
     without_indexes(tmp_path / "x", [sample_of([3], lambda p: 0, lambda p: EOD)])
     os.truncate(tmp_path / "x.seq.bin", 0)
-    with pytest.raises(FormatError, match=r"and there are 0 sequences"):
+    with pytest.raises(FormatError, match=r"but there are 0 sequences"):
         rebuild(tmp_path / "x")
 
 
 def test_starts_that_do_not_ascend_are_named(tmp_path: Path) -> None:
     without_indexes(tmp_path / "x", [sample_of([2, 2, 3], lambda p: 0, lambda p: EOD) for _ in range(2)])
     (tmp_path / "x.seq.bin").write_bytes(np.array([0, 2, 4, 0, 4, 2], "<u4").tobytes())
-    with pytest.raises(FormatError, match=r"byte 20: a start of 2 after 4.*rule P3"):
+    with pytest.raises(FormatError, match=r"byte 20: start 2 follows start 4.*rule P3"):
         rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
 
 

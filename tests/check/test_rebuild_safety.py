@@ -1,4 +1,4 @@
-"""A rebuild that is killed, kept out or only tried: nothing half-done, nothing lost, nothing written unasked."""
+"""Rebuilds that are killed, locked out or dry runs: they lose nothing and write nothing without permission."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
 
 
 def trained_samples() -> Any:
-    """Packs whose masks tell where they end: everything is trained on."""
+    """Return packs whose masks show their ends: everything is trained on."""
     return [type(pack)(pack.tokens, [1] * len(pack.tokens), pack.starts) for pack in demo_samples()]
 
 
@@ -53,7 +53,7 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
             break_index(Path(f"{prefix}{suffix}"), how)
         left = {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in broken if how == "damaged"}
         finished = not killed_at(step, lambda prefix=prefix: rebuild(prefix))  # type: ignore[misc]
-        for suffix, raw in left.items():  # what was there is there, under its own name or the other
+        for suffix, raw in left.items():  # existing files still exist, under their own or the other name
             names = [Path(f"{prefix}{suffix}"), Path(f"{prefix}{suffix}.damaged")]
             assert raw in [path.read_bytes() for path in names if path.exists()]
         if Path(f"{prefix}.seq.idx").exists() and ".seq.idx" in broken:
@@ -72,7 +72,7 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
         if finished:
             break
     assert step > 20
-    if len(broken) < 2:  # else lengths may come from the .idx that the first run brought back
+    if len(broken) < 2:  # otherwise lengths may come from the .idx that the first run restored
         assert len(results) == 1
 
 
@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(tmp_path: Path, bro
     for suffix in broken:
         break_index(tmp_path / f"x{suffix}", how)
     before = tree_of(tmp_path)
-    tmp_path.chmod(0o555)  # enough for all but root
+    tmp_path.chmod(0o555)  # enough for all users except root
     outcome = command("rebuild", tmp_path / "x", "--dry-run")
     tmp_path.chmod(0o755)
     assert (outcome.code, outcome.err) == (0, "")
@@ -150,7 +150,7 @@ def test_a_link_in_the_place_of_the_building_folder_is_refused(tmp_path: Path, t
     (tmp_path / "x.idx").unlink()
     (tmp_path / "notes").write_bytes(b"notes")
     (tmp_path / "x.building").symlink_to(target)
-    with pytest.raises(FormatError, match=r"x\.building: a symbolic link is here"):
+    with pytest.raises(FormatError, match=r"x\.building: a symbolic link exists at the path"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert (tmp_path / "notes").read_bytes() == b"notes"
 
@@ -204,7 +204,7 @@ def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(tmp_pat
         yield lambda _done: None
         (tmp_path / "x.idx").write_bytes(b"a stranger's")
 
-    with pytest.raises(FormatError, match=r"x\.idx exist already, which were not there"):
+    with pytest.raises(FormatError, match=r"x\.idx were created by someone else"):
         rebuild(tmp_path / "x", watch=intruding)
     assert tree_of(tmp_path) == {**before, "x.idx": b"a stranger's"}
 
@@ -296,7 +296,7 @@ def test_a_rebuild_at_work_keeps_writers_out(tmp_path: Path) -> None:
 
 
 def as_nobody(act: Callable[[], None]) -> bool:
-    """Whether ``act`` succeeds in a fork that is not root."""
+    """Return whether ``act`` succeeds in a fork that is not root."""
     if (child := os.fork()) == 0:
         status = 1
         try:
@@ -312,7 +312,7 @@ def as_nobody(act: Callable[[], None]) -> bool:
 
 
 def test_a_folder_that_may_not_be_written_is_said() -> None:
-    # Not in pytest's folder, which nobody else may enter.
+    # Not in pytest's folder, which other users cannot enter.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_samples(folder / "x", demo_samples())
@@ -346,11 +346,11 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
     assert tree_of(tmp_path) == before
 
 
-# ---- what a killed build left ----
+# ---- remains of a killed build ----
 
 
 def killed_build(prefix: Path, *, packs: int = 7, overwrite: bool = False) -> None:
-    """A build of so many demo packs whose process is killed before it is finalized."""
+    """Start a build of demo packs whose process is killed before it is finalized."""
     if (child := os.fork()) == 0:
         writer = ShardWriter(prefix, capacity=99, overwrite=overwrite)
         for pack in demo_samples(packs):
@@ -430,7 +430,7 @@ def test_what_a_killed_removal_left_stays_or_goes_as_its_message_says(tmp_path: 
 
 def test_no_files_are_removed_that_no_header_makes_a_shard(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    for suffix in (".seq.idx", ".seq.bin", ".loss.bin"):  # what is left may be stock data
+    for suffix in (".seq.idx", ".seq.bin", ".loss.bin"):  # the remaining files may be stock data
         (tmp_path / f"x{suffix}").unlink()
     before = tree_of(tmp_path)
     with pytest.raises(FormatError, match=r"x\.idx: expected a file of a shard, which has a .*, found a file of"):
@@ -443,7 +443,7 @@ def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
     killed_build(tmp_path / "x", overwrite=True)
     before = tree_of(tmp_path)
     for dry_run in (True, False):
-        with pytest.raises(FormatError, match=r"a shard is here, and in \S+x\.building the 7 packs of a killed build"):
+        with pytest.raises(FormatError, match=r"there is a shard, and \S+x\.building has 7 packs of a killed build"):
             rebuild(tmp_path / "x", dry_run=dry_run)
     assert before == tree_of(tmp_path)
     assert verify_shard(tmp_path / "x", full=True).ok
@@ -475,7 +475,7 @@ def test_of_a_rebuild_that_lost_a_file_among_its_renames_nothing_is_taken(tmp_pa
 def test_a_build_killed_before_its_first_pack_left_nothing(tmp_path: Path, dry_run: bool) -> None:
     killed_build(tmp_path / "x", packs=0)
     before = tree_of(tmp_path)
-    with pytest.raises(FormatError, match="killed before it had written a pack"):
+    with pytest.raises(FormatError, match="killed before it wrote a pack"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert tree_of(tmp_path) == before
 
@@ -484,7 +484,7 @@ def test_where_nothing_is_at_the_prefix_a_killed_run_beside_it_is_named(tmp_path
     (tmp_path / "x.building.txt").touch()
     (tmp_path / "x.y.building").mkdir()
     for look in (rebuild, verify_shard, Shard, read_header):
-        with pytest.raises(ShardNotFoundError, match=r"check the prefix: the path without \.seq\.idx"):
+        with pytest.raises(ShardNotFoundError, match=r"check the prefix; it does not include \.seq\.idx"):
             look(tmp_path / "x")
     killed_build(tmp_path / "x.unpacked")
     for look in (rebuild, verify_shard, Shard, read_header):

@@ -1,4 +1,4 @@
-"""Which file a rebuild believes: nothing is published, or called whole, that another file says has changed."""
+"""A rebuild never publishes data, or reports them as undamaged, if another file shows that they have changed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
 COLUMNS = [".source.col", ".topk.col"]
 
 
-# ---- a build that a kill left complete ----
+# ---- a complete build that was killed ----
 
 
 class Killed(NamedTuple):
-    """Folders with what a kill left of a merge, before its renames and among them; and the merged shard's files."""
+    """Folders of a merge that was killed before and during its renames; and the merged shard's files."""
 
     source: Path
     before: Path
@@ -70,8 +70,8 @@ def test_files_that_changed_since_a_build_was_complete_get_no_name(
     before = tree_of(tmp_path)
     done = command("rebuild", tmp_path / "m", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
-    assert "its folder says that all files are complete, and yet rules are broken in" in done.err
-    assert "they were changed since; the first is byte" in done.err
+    assert "all files were complete, but rules are broken in" in done.err
+    assert "they have changed since; the first is byte" in done.err
     assert (f" of {tmp_path}/m{suffix}: " in done.err) or (f" of {tmp_path}/m.building/{suffix}: " in done.err)
     assert done.err.endswith("; nothing was published; build it again with overwrite (--overwrite)\n")
     assert tree_of(tmp_path) == before
@@ -113,7 +113,7 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
 
     monkeypatch.setattr(ShardWriter, "complete", then_changed)
     with pytest.raises(
-        FormatError, match=r"checked as it was read, and yet .* the files changed meanwhile.* run the sa"
+        FormatError, match=r"checked while it was read, but .* the files have changed since.* run the sa"
     ):
         rebuild(tmp_path / "m")
     monkeypatch.undo()
@@ -123,7 +123,7 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
     assert verify_shard(tmp_path / "m", full=True).ok
 
 
-# ---- what is said of it before ----
+# ---- reports before the rebuild ----
 
 
 @pytest.mark.parametrize("when", ["before", "among"])
@@ -163,7 +163,7 @@ def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_t
     assert f": {len(shard)} packs, {shard.header.num_sequences} sequences, " in report.note
 
 
-# ---- data that is not what a column was written for ----
+# ---- data that do not belong to a column ----
 
 
 def columned(prefix: Path) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def columned(prefix: Path) -> dict[str, bytes]:
     return tree_of(prefix.parent)
 
 
-# What changes the shard that the files are, and breaks no rule that they can be held to without a header.
+# Changes of the data that break no rule that can be checked without a header.
 CHANGES = {"tokens": ".bin", "masks": ".loss.bin"}
 
 
@@ -188,11 +188,11 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
     assert "x.source.col: of shard " in done.err
-    assert "tokens, masks, starts or pack lengths have changed, or this file is another shard's" in done.err
+    assert "tokens, masks, starts or pack lengths have changed, or this file belongs to another shard" in done.err
     for claim in ("lost", "whole", "good", "attach", "merge"):
         assert claim not in done.err + done.out
     assert tree_of(tmp_path) == before
-    # What has changed is restored from a copy, or the user says that the columns are another shard's.
+    # The user restores the changed file from a copy, or declares that the columns belong to another shard.
     if not dry_run:
         away = tmp_path / "away"
         away.mkdir()
@@ -204,19 +204,19 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
             True,
             False,
         )
-        assert ("damaged .seq.idx has other checksums of " in said.out) == (header == "damaged")
-        assert (f"checksums of {tmp_path}/x{CHANGES[what]}: it or they" in said.out) == (header == "damaged")
+        assert ("checksum differs from the damaged .seq.idx" in said.out) == (header == "damaged")
+        assert (f"{tmp_path}/x{CHANGES[what]}: the checksum differs" in said.out) == (header == "damaged")
         for suffix in COLUMNS:
             os.rename(away / f"x{suffix}", tmp_path / f"x{suffix}")
         again = command("rebuild", tmp_path / "x")
         assert again.code == 1
-        assert again.out.count(": uncertain: found a column of shard ") == 2
+        assert again.out.count("found a column of shard ") == 2
         assert again.err.endswith("and it is unknown which ones; see the lines above\n")
         for claim in ("lost", "whole", "the five files are good", "attach", "merge"):
             assert claim not in again.err + again.out
         found = verify_shard(tmp_path / "x", full=True).findings
         assert [finding.rule for finding in found] == ["C6", "C6"]
-        assert all("it may be the data that changed: compare" in finding.remedy for finding in found)
+        assert all("the data may have changed instead: compare" in finding.remedy for finding in found)
         os.unlink(tmp_path / "x.seq.idx")
     (tmp_path / f"x{CHANGES[what]}").write_bytes(whole[f"x{CHANGES[what]}"])
     assert rebuild(tmp_path / "x").compared

@@ -1,4 +1,4 @@
-"""What is advised about damaged and interrupted shards, done as it is said: it works, and never blesses damage."""
+"""Follow the printed advice for damaged and interrupted shards: it works, and never makes damage look valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_sft_idx.storage.publish import head_of
 PACKS = demo_samples(20)
 SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
 DATA = [".bin", ".loss.bin", ".seq.bin"]
-# Damage to one file, as other bytes; None where the file is gone.
+# Kinds of damage to one file: other bytes, or None if the file is removed.
 KINDS: dict[str, Callable[[bytes], bytes | None]] = {
     "lost": lambda raw: None,
     "changed": lambda raw: raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :],
@@ -38,7 +38,7 @@ KINDS: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 def put(folder: Path, files: dict[str, bytes]) -> Path:
-    """A folder that holds these files and no others; the prefix of the shard in it."""
+    """Create a folder with only these files, and return the prefix of the shard."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, raw in files.items():
@@ -47,7 +47,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def assert_honest(prefix: Path, whole: dict[str, bytes], said: str) -> None:
-    """Where a full verification finds nothing wrong, the data is as it was, or it was said that nobody knows."""
+    """Check that data without findings are unchanged, or that the output said that this is unknown."""
     try:
         if not verify_shard(prefix, full=True).ok:
             return
@@ -63,7 +63,7 @@ def assert_honest(prefix: Path, whole: dict[str, bytes], said: str) -> None:
 
 
 def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> None:
-    """Rebuild a damaged shard, then do all that is advised, each on a copy of what the rebuild left."""
+    """Rebuild a damaged shard, then follow each piece of advice on a copy of the result."""
     prefix = put(folder / "x", damaged)
     done = command("rebuild", prefix)
     said, left = done.out + done.err, tree_of(prefix.parent)
@@ -77,7 +77,7 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
         assert command("rebuild", prefix).code == done.code
         followed += 1
     if "restore" in said:
-        # Whatever is named is restored, again and again until nothing is wrong any more.
+        # Restore the reported files until no error is left.
         prefix, now = put(folder / "x", left), done
         for _ in range(5):
             for suffix in re.findall(r"(?:/x| )((?:\.[a-z]+)+)\b", now.out + now.err):
@@ -119,7 +119,7 @@ CHOSEN = [each for count in (1, 2, 3) for each in itertools.combinations(NAMES, 
 SAMPLE = [*CHOSEN[: len(NAMES)], *random.Random(3).sample([each for each in CHOSEN if len(each) == 2], 4)]
 
 
-# Without columns, nothing tells what the data was where .seq.idx is lost.
+# Without columns, the original data is unknown if .seq.idx is lost.
 @pytest.mark.parametrize(
     ("suffixes", "specs"),
     [
@@ -149,7 +149,7 @@ def test_what_is_advised_about_damaged_files_works_and_blesses_none(
 
 
 def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
-    """What merges leave that are killed at each of their steps: a folder for each state."""
+    """Kill merges at each step, and return a folder for each resulting state."""
     write_columned(folder / "source" / "x", PACKS, SPECS)
     left: list[Path] = []
     states: set[tuple[str, ...]] = set()
@@ -161,14 +161,14 @@ def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
             assert len(left) > 12
             return left
         state = (*sorted(tree_of(prefix.parent)), str(Path(f"{prefix}.building/done.json").exists()))
-        # Of a shard that was to be replaced, what is left of it would have to be copied with its inodes.
+        # Remains of a replaced shard would have to be copied with their inodes.
         if state not in states and os.path.exists(f"{prefix}.seq.idx" if replaces else f"{prefix}.building"):
             states.add(state)
             left.append(prefix.parent)
     raise AssertionError("it is never done")
 
 
-_NO_COLUMN = "it has the name of a column .* give it another name"
+_NO_COLUMN = "the file has the name of a column .* rename it"
 _NO_SHARD = "found a file of .* which is never replaced"
 _APPEARED = "something else was written here .* and was not replaced; move it away, then run the same"
 
@@ -176,7 +176,7 @@ _APPEARED = "something else was written here .* and was not replaced; move it aw
 def build_again(folder: Path, prefix: Path, said: str) -> None:
     for _ in range(4 * len(NAMES)):
         done = command("merge", folder / "source" / "x", "--output-prefix", prefix, "--overwrite")
-        # What is not recognised as ours any more is nobody's to replace; and the files of a copy are other files.
+        # A file that is no longer recognised as ours is not replaced; and the files of a copy are different files.
         is_torn = head_of(f"{prefix}.seq.idx", len(MAGIC)) not in (b"", MAGIC) or _APPEARED in said
         known = [_NO_COLUMN, _APPEARED, *[_NO_SHARD] * is_torn]
         if not (other := re.search(rf"error: (\S+): ({'|'.join(known)})", done.err)):
@@ -188,7 +188,7 @@ def build_again(folder: Path, prefix: Path, said: str) -> None:
 
 
 def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> None:
-    """Do all that is said of what a kill left, once it was changed, each on a copy of its own."""
+    """Change the remains of a kill, then follow each piece of advice on a separate copy."""
     source = tree_of(folder / "source")
     whole, old = tree_of(folder / "whole"), tree_of(folder / "old")
 
@@ -229,11 +229,11 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
                 for path in folder.glob("x/x.*"):
                     path.unlink()
             build_again(folder, prefix, said)
-        if "or remove this folder to rebuild the shard" in said:
+        if "or remove the folder to rebuild the shard" in said:
             prefix = again()
             shutil.rmtree(f"{prefix}.building")
             done = command("rebuild", prefix)
-            assert "was to replace it" not in done.err, said + done.err
+            assert "was replacing it" not in done.err, said + done.err
             assert done.code == 0 or ": lost: " in done.out or re.search("restore it|build it again", done.err), (
                 said + done.err
             )

@@ -1,4 +1,4 @@
-"""``verify``: good shards of every kind, what is said of them, and the command."""
+"""``verify``: reports about valid shards of every kind and about unfinished builds, and the command."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_a_vocabulary_of_nothing_is_refused() -> None:
         verify_shard(GOLDEN / "flags", full=True, vocab_size=0)
 
 
-# ---- what a build leaves ----
+# ---- remains of a build ----
 
 
 def killed_build(prefix: Path) -> None:
-    """The folder of a writer that was never finished nor told to stop."""
+    """Leave the folder of a writer that was neither finished nor stopped."""
     writer = ShardWriter(prefix, overwrite=True)
     writer.add_pack([1, 2], [1, 0], [0])
     writer.flush()
@@ -86,7 +86,7 @@ def killed_build(prefix: Path) -> None:
 def test_unfinished_work_next_to_a_good_shard_is_a_note(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
     killed_build(tmp_path / "x")
-    killed_build(tmp_path / "x2")  # of another prefix
+    killed_build(tmp_path / "x2")  # for another prefix
     report = verify_shard(tmp_path / "x", full=True)
     assert report.ok
     assert [note for note in report.notes if "building" in note] == [report.notes[0]]
@@ -99,7 +99,10 @@ def test_unfinished_work_without_a_shard_breaks_f1(tmp_path: Path) -> None:
     killed_build(tmp_path / "x")
     report = verify_shard(tmp_path / "x")
     assert [finding.rule for finding in report.findings] == ["F1"] * 5
-    assert all(f"rebuild {tmp_path / 'x'} recovers" in finding.remedy for finding in report.findings)
+    assert all(
+        f"recover the packs of the interrupted build: megatron-sft-idx rebuild {tmp_path / 'x'}" in finding.remedy
+        for finding in report.findings
+    )
     assert len(report.notes) == 1
 
 
@@ -171,7 +174,7 @@ def test_a_folder_of_many_shards_is_listed_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_a_path_holds_does_not_reach_the_terminal(tmp_path: Path) -> None:
-    for name in ("\x1bcgone", "\x1b[2Jgone"):  # the error of one shard; that of a glob ends the command
+    for name in ("\x1bcgone", "\x1b[2Jgone"):  # the error of one shard; an error of a glob ends the command
         done = command("verify", tmp_path / name)
         assert done.code == 1
         assert f"{name.replace(chr(27), '␛')}: no shard here" in done.err
@@ -236,7 +239,7 @@ def test_a_shard_under_several_spellings_is_verified_once(tmp_path: Path, monkey
         (("x", "--vocab-size", "0", "--full"), 2, "--vocab-size"),
         (("x", "--vocab-size", "5"), 2, "--full"),
         (("",), 1, "not a prefix"),
-        (("empty",), 1, "the folder holds no shard of its own"),
+        (("empty",), 1, "the folder directly contains no shard"),
         (("*.none",), 1, "no shard and no folder of shards"),
     ],
 )

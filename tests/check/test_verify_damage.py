@@ -1,4 +1,4 @@
-"""Damage of every kind: a full verification finds all of it, and nothing makes either depth crash or hang."""
+"""Damage of every kind: a full verification finds all of it, and neither depth crashes or hangs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def looked_at(prefix: str) -> Report:
-    """Both depths, which may find what they like; the full report."""
+    """Verify at both depths, with any findings, and return the full report."""
     quick, report = verify_shard(prefix), verify_shard(prefix, full=True)
-    assert quick.ok or not report.ok  # what the quick look finds, the full one does
+    assert quick.ok or not report.ok  # the full verification finds everything that the quick one finds
     for finding in (*quick.findings, *report.findings):
         assert finding.offset >= 0
         assert str(finding)
@@ -69,7 +69,7 @@ def test_whatever_follows_a_file_is_found(tmp_path: Path, whole: Files, suffix: 
 
 
 def test_files_of_two_shards_in_every_mix(tmp_path: Path, whole: Files) -> None:
-    # The same shape, other tokens and masks: sizes tell nothing.
+    # The same shape with other tokens and masks, so sizes show nothing.
     packs = [type(p)([t + 1 for t in p.tokens], [1 - m for m in p.mask], p.starts) for p in demo_samples(5)]
     write_samples(tmp_path / "y", packs, token_dtype=np.uint16, capacity=20, pad_id=0)
     other = five_files(tmp_path / "y")
@@ -90,7 +90,7 @@ def test_a_file_under_anothers_name(tmp_path: Path, whole: Files, suffix: str) -
             assert not looked_at(put(tmp_path, {**whole, name: whole[suffix]})).ok
 
 
-# Values of the header's counts, and of array entries, that overflow somewhere.
+# Values for counts in the header and for array entries that overflow somewhere.
 HOSTILE = [1, 2**31, 2**32 - 1, 2**56 - 1, 2**56, 2**60 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 COUNTS = ["num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs", "tokens_nbytes",
           "loss_nbytes", "idx_nbytes", "starts_nbytes"]  # fmt: skip
@@ -180,7 +180,7 @@ def test_nothing_there_at_all(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read(
     tmp_path: Path, whole: Files, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)  # so that there is something left to read
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)  # so that something is left to read
     prefix, size = put(tmp_path, whole), len(whole[suffix])
     report = verify_shard(prefix, full=True, advance=lambda _: os.truncate(prefix + suffix, size - 9))
     assert ("F3", prefix + suffix) in {(finding.rule, finding.path) for finding in report.findings}

@@ -1,4 +1,4 @@
-"""Every rule of FORMAT.md is broken, and no other: verification names it, the file, the place and the pack."""
+"""Break each rule of FORMAT.md by itself: verification reports the rule, the file, the place and the pack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sft_idx.shard import build_options, writer
 SPECIFICATION = (Path(__file__).parents[2] / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 Change = Callable[[Files], Files]
 
-# Three packs; tokens 0 to 4, 5 to 11, 12 to 13. The first position of each sequence but the last one is trained on.
+# Three packs of tokens 0 to 4, 5 to 11, 12 to 13. The first position of each sequence except the last is trained on.
 PACKS = [
     sample_of([2, 3], lambda p: p in (1, 3), lambda p: 10 + p),
     sample_of([3, 2, 2], lambda p: p in (1, 4, 6), lambda p: 20 + p),
@@ -38,17 +38,17 @@ def make(folder: Path, **options: Any) -> Files:
 
 
 def header(**fields: Any) -> Change:
-    """Fields of the header changed."""
+    """Return a change of fields of the header."""
     return lambda files: {**files, ".seq.idx": set_fields(files[".seq.idx"], **fields)}
 
 
 def item(suffix: str, dtype: str, index: int, value: Any, offset: int = 0) -> Change:
-    """One item of a data file changed, checksums right."""
+    """Return a change of one item of a data file, with correct checksums."""
     return lambda files: reseal({**files, suffix: set_item(files[suffix], dtype, index, value, offset)})
 
 
 def array(which: int, index: int, value: int) -> Change:
-    """One entry of an array of ``.seq.idx`` changed, checksums right."""
+    """Return a change of one entry of an array of ``.seq.idx``, with correct checksums."""
 
     def change(files: Files) -> Files:
         raw = files[".seq.idx"]
@@ -67,7 +67,7 @@ def bytes_at(suffix: str, offset: int, data: bytes) -> Change:
 
 
 def block(text: bytes) -> Change:
-    """Another JSON block of the same length."""
+    """Return a change of the JSON block to one of the same length."""
 
     def change(files: Files) -> Files:
         raw = files[".seq.idx"]
@@ -79,19 +79,19 @@ def block(text: bytes) -> Change:
 
 
 def gap(files: Files) -> Files:
-    """A byte between the two arrays set, checksums right."""
+    """Set a byte between the two arrays, with correct checksums."""
     raw = bytearray(files[".seq.idx"])
     raw[arrays_of(bytes(raw))[1] - 1] = 1
     return reseal({**files, ".seq.idx": bytes(raw)})
 
 
 def longer_than_capacity(files: Files) -> Files:
-    """The header claims a capacity that the packs do not keep; H6 forbids it, so longest_pack lies too."""
+    """Set a capacity in the header that packs exceed. Rule H6 would find it, so longest_pack is wrong too."""
     return reseal(files, capacity=6, longest_pack=6, sequence_multiple=1)
 
 
 ANY = -1
-# rule: how it is broken, file, byte offset, pack, what else breaks with it
+# rule, change that breaks it, file, byte offset, pack, other rules that break too
 BROKEN: list[tuple[str, Change, str, int, int | None, set[str]]] = [
     ("F1", lambda files: {s: files[s] for s in files if s != ".loss.bin"}, ".loss.bin", 0, None, set()),
     ("F2", lambda files: {**files, ".bin": files[".bin"][:-1]}, ".bin", 55, None, set()),
@@ -153,18 +153,18 @@ def test_a_broken_rule_is_named(
     assert found[0].path == prefix + suffix
     assert offset in (found[0].offset, ANY)
     assert pack == found[0].pack
-    assert re.fullmatch(rf"{re.escape(prefix + suffix)}: byte \d+: (pack \d+: )?found .+, expected .+"
+    assert re.fullmatch(rf"{re.escape(prefix + suffix)}: byte \d+: (pack \d+: )?(expected .+, found )?.+"
                         rf" \(rule {rule}\); .+", str(found[0]))  # fmt: skip
     assert not report.ok
 
 
 def test_every_rule_that_files_at_rest_can_break_is_broken_here() -> None:
-    # Those of columns are broken in test_columns.py, those of images and audio in test_media_format.py.
+    # Rules for columns are tested in test_columns.py, rules for images and audio in test_media_format.py.
     rules = set(re.findall(r"^- \*\*([^CM]\d+)\*\* ", SPECIFICATION, re.MULTILINE))
     assert {rule for rule, *_ in BROKEN} == {rule for rule in rules if rule[0] != "W"}
 
 
-# What is told without reading every byte: all of the header, sizes, and the ends of the arrays.
+# Errors that are found without reading every byte: all of the header, sizes, and the ends of the arrays.
 QUICK = [
     case for case in BROKEN
     if case[0] in ("F1", "F2", "H1", "H2", "H3", "H4", "H5", "H6", "H7", "H8")
@@ -247,7 +247,7 @@ def test_an_option_overrides_the_vocabulary_of_the_shard(tmp_path: Path) -> None
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "32000", [1]])
 def test_a_vocabulary_that_is_no_size_is_a_finding(tmp_path: Path, size: object) -> None:
     metadata = {"tokenizer": {"vocab_size": size}}
-    with pytest.raises(FormatError, match=r"tokenizer.vocab_size is .*, expected a whole number from 1 on"):
+    with pytest.raises(FormatError, match=r"tokenizer.vocab_size is .*, expected a whole number of at least 1"):
         write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
     assert os.listdir(tmp_path) == []
     with pytest.MonkeyPatch.context() as another_writer:
@@ -256,5 +256,5 @@ def test_a_vocabulary_that_is_no_size_is_a_finding(tmp_path: Path, size: object)
         write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
     for full in (False, True):
         found = verify_shard(tmp_path / "x", full=full).findings
-        assert [(f.rule, f.expected) for f in found] == [("P9", "a whole number from 1 on")]
+        assert [(f.rule, f.expected) for f in found] == [("P9", "a whole number of at least 1")]
         assert f"vocab_size {size!r}" in found[0].found

@@ -1,4 +1,4 @@
-"""What goes wrong in ways that no verb foresees is told in one sentence."""
+"""Unexpected errors are reported in one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_sft_idx.errors import FormatError
 
 
 class NoRoomError(MemoryError):
-    """As pyarrow's."""
+    """An error like pyarrow's."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``--config`` reads what ``--print-config`` prints as the same run, and refuses all else with file and line."""
+"""``--config`` reads the output of ``--print-config`` as the same run; errors contain file and line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megatron_sft_idx.cli.parsers import Collected, Mapped
 from megatron_sft_idx.errors import FormatError
 
 REQUIRED = ["--input", "a.jsonl", "--tokenizer", "tok", "--seq-length", "8"]
-# Texts that YAML, a shell or a terminal would read as something else.
+# Texts that YAML, a shell or a terminal would misread.
 NASTY = [
     *("*", "?", "a b", "x=y", "=", "'q'", '"', "\\", "\\n", "#c", "a #b", "a: b", "a:", ": a", "%x", "@x", "`x`", "|"),
     *("no", "Yes", "on", "null", "~", "true", "0x1f", "0o17", "1_000", "12:30", "2026-01-01", ".5", "<<", "1e3"),
@@ -56,7 +56,7 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 
 
 def parsed(*words: object) -> dict[str, Any]:
-    """What the verb runs with: the namespace, less the file that it comes from."""
+    """Return the namespace that the command runs with, without the configuration file."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
@@ -67,7 +67,7 @@ def parsed(*words: object) -> dict[str, Any]:
 
 
 def refusal(*words: object) -> str:
-    """The error of a command that is refused for its usage."""
+    """Return the error of a command that is rejected for its usage."""
     outcome = command(*words)
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.err
@@ -91,7 +91,7 @@ def config(text: str) -> str:
 
 
 def random_words(verb: str, draw: random.Random) -> list[str]:
-    """Options of a verb as a command line may have them, with nasty values; arguments come last."""
+    """Return random options of a command with nasty values; arguments come last."""
     parser = verbs()[verb]
     skipped = {"help", "config", "print_config"}
     for group in parser._mutually_exclusive_groups:
@@ -115,9 +115,9 @@ def words_of(action: argparse.Action, option: str, draw: random.Random, parser: 
     if action.nargs == "+":
         last = "y=2" if "=" in str(action.metavar) else "y"
         values = dict.fromkeys(value_of(action, draw, parser) for _ in range(draw.randint(1, 4)))
-        if isinstance(action, Mapped):  # whose names may be given once
+        if isinstance(action, Mapped):  # each name may be given once
             values = dict.fromkeys({value.partition("=")[0]: value for value in values}.values())
-        # A command line cannot give others behind a flag.
+        # Other values cannot follow an option on a command line.
         return [option, *(value for value in values if not value.startswith("-") or value == "-" or " " in value), last]
     return [f"{option}={value_of(action, draw, parser)}"]
 
@@ -151,7 +151,7 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", verbs())
 def test_what_is_printed_is_read_as_the_same_run(verb: str, here: Path, times: int) -> None:
-    # Every verb has the mechanism; most options are those of preprocess.
+    # Every command has the mechanism; preprocess has most options.
     for seed in range(times * (8 if verb == "preprocess" else 2)):
         words = random_words(verb, random.Random(seed))
         shown = command(verb, "--print-config", *words)
@@ -161,7 +161,7 @@ def test_what_is_printed_is_read_as_the_same_run(verb: str, here: Path, times: i
         file = config(shown.out)
         assert parsed(verb, "--config", file, *arguments) == parsed(verb, *words), words
         assert command(verb, f"--config={file}", "--print-config", *arguments).out == shown.out
-        # For other programs too, every value that is a text here is one.
+        # Other programs also read every text value as text.
         texts = yaml.load(shown.out, yaml.BaseLoader)
         for key, value in yaml.safe_load(shown.out).items():
             action = verbs()[verb]._option_string_actions[f"--{key}"]
@@ -198,7 +198,7 @@ def test_the_file_makes_the_same_bytes(words: list[str], here: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 def test_any_output_holds_every_name(encoding: str, here: Path) -> None:
-    """A redirected output is a file for --config, in whatever locale it was written."""
+    """Redirected output can be read by --config, for any locale in which it was written."""
     words = ["preprocess", *REQUIRED, "--output-prefix", "你 é\udcff\u202e"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_sft_idx", *map(os.fsencode, words), "--print-config"],
@@ -271,7 +271,7 @@ def test_required_options_may_come_from_the_file(here: Path) -> None:
     file = config("watch: raw\ntokenizer: t\nseq-length: 8\ncatalog: c\ntokens-per-shard: 9")
     assert parsed("produce", "--config", file)["watch"] == "raw"
     assert parsed("pack", "source", "--config", config("seq-length: 8\noutput-prefix: x"))["output_prefix"] == "x"
-    # What a file set does not stay.
+    # Settings of a file do not persist.
     assert "required: --seq-length" in refusal("pack", "source", "--output-prefix", "x")
 
 
@@ -298,7 +298,7 @@ def test_help_is_shown_whatever_the_file_is(here: Path) -> None:
     assert command("preprocess", "--config", "missing.yaml", "--help").code == 0
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_help_is_shown_whatever_the_file_is(here: Path) -> None:
     [
         ("seed: 1\nsequence-lenght: 4", "run.yaml:2: unknown option 'sequence-lenght'"),
         ("seq-lenght: 4", "run.yaml:1: unknown option 'seq-lenght'; did you mean seq-length?"),
-        ("json-keys: [text]", "run.yaml:1: unknown option 'json-keys': name the field"),
+        ("json-keys: [text]", "run.yaml:1: unknown option 'json-keys': set the name of the field"),
         ("max_seq_length: 4", "run.yaml:1: unknown option 'max_seq_length': set the number of token positions"),
         ("config: x.yaml", "run.yaml:1: config: only allowed on the command line"),
         ("help: true", "run.yaml:1: help: only allowed"),
@@ -387,7 +387,7 @@ def test_what_is_no_file_is_refused(here: Path) -> None:
 
 
 def plain(value: YamlValue) -> Any:
-    """A value as YAML's own loader of texts gives it."""
+    """Return a value as YAML's own loader of texts does."""
     if isinstance(value, YamlText):
         return value.text
     if isinstance(value, YamlList):
@@ -447,7 +447,7 @@ def test_any_texts_are_written_and_read_again(tmp_path: Path, values: dict[str, 
     assert list(yaml.safe_load(text).values()) == list(values.values())
 
 
-# JSON has no half of a surrogate pair, and joins two that meet.
+# JSON has no half surrogate pairs, and joins two adjacent halves.
 WHOLE = TEXTS.map(lambda text: text.encode("utf-8", "replace").decode())
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WHOLE,

@@ -1,4 +1,4 @@
-"""``--help`` of every verb teaches by examples, and each of them works on files of the names that it uses."""
+"""``--help`` of every command has examples, and each of them works with files of the names in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from chats import CHATS, SUFFIXES, TOKENIZER, command, write_rows
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.shard import Shard, ShardWriter
 
-# What is somewhere else, comes from another program, or needs rights that not everybody has, is parsed and not run.
+# Examples with remote files, other programs or special rights are parsed but not run.
 AWAY = ("s3://", "msc://", "--engine ray", " | ", "--memory-limit")
-# Commands that find what they look for, and exit with 1 where they do not.
+# Commands that search, and exit with 1 if they find nothing.
 NOT_FOUND = ("--find 'as an AI'",)
 
 
@@ -31,7 +31,7 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 
 
 def examples_of(text: str, program: str) -> list[str]:
-    """The command lines of a help text, each in one line."""
+    """Return the command lines of a help text, each as one line."""
     lines = text.replace("\\\n", " ").splitlines()
     found = re.compile(rf" {{4}}((?:[\w-]+ \| )?{program} .*)")
     return [re.sub(r"\s+", " ", match[1]) for line in lines if (match := found.fullmatch(line))]
@@ -45,20 +45,20 @@ EXAMPLES = [
 
 
 def arguments_of(example: str) -> list[str]:
-    """What the command is given, less what the shell takes out: a pipe before it, a file for its output."""
+    """Return the arguments of an example, without the parts for the shell: a pipe before it, or an output file."""
     line = example.partition(" | ")[2] or example
     return shlex.split(line.partition(" > ")[0])[1:]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the examples name, made of the demo's chats."""
+    """Provide a folder with all files that the examples use, made from the demo's chats."""
     here = tmp_path_factory.mktemp("world")
     for name in ("Qwen3-8B", "tok"):
         shutil.copytree(TOKENIZER, here / name)
     for name in ("raw", "old", "data/parts", "index", "parts", "backup"):
         (here / name).mkdir(parents=True)
-    # Without reasoning, which the bundled template drops: an example is to run as it stands.
+    # Without reasoning, which the bundled template drops, so that examples run unchanged.
     rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         for message in row["messages"]:
@@ -99,7 +99,10 @@ def run(*arguments: object) -> None:
 
 
 def write_stock(shard: Shard, tokens: str, masks: str) -> None:
-    """Two stock Megatron datasets: the ids of a shard, and its masks. Two files of a shard are one."""
+    """Write two stock Megatron datasets: the ids of a shard, and its masks.
+
+    Two files of a shard are a stock dataset.
+    """
     for path, key in ((tokens, "input_ids"), (masks, "loss_mask")):
         with ShardWriter(path) as writer:
             for pack in shard:
@@ -132,13 +135,13 @@ def test_an_example_works(
     for path in made_by(parsed):
         path.unlink()
     if hasattr(parsed, "workers"):
-        arguments += ["--workers", "0"]  # the same bytes, and no seconds in which processes start
+        arguments += ["--workers", "0"]  # the same bytes, without waiting for processes
     outcome = command(*arguments)
     assert outcome.code == (1 if any(mark in example for mark in NOT_FOUND) else 0), outcome.err
 
 
 def made_by(parsed: argparse.Namespace) -> list[Path]:
-    """Files of the world that are in the way of what an example writes."""
+    """Return existing files that are in the way of an example's output."""
     target = getattr(parsed, "output_prefix", None) or getattr(parsed, "destination", None)
     if target is None or target == getattr(parsed, "source", None):
         return []
@@ -167,7 +170,7 @@ def test_the_training_script_teaches_what_it_parses() -> None:
 
 
 def test_a_verb_imports_no_other() -> None:
-    """All of them take longer than a small job; a worker process of the console command imports this module too."""
+    """Importing all commands takes longer than a small job, and worker processes import this module too."""
     script = (
         "import sys; from megatron_sft_idx.cli.main import build_parser; build_parser('split'); print(*sys.modules)"
     )

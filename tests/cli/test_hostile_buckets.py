@@ -1,4 +1,4 @@
-"""Objects of others in a bucket, and what lies in the staging folder, are left alone by verbs that write there."""
+"""Commands that write to a bucket do not change other programs' objects, or files in the staging folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[
             before = world.look()
             outcome = attempt(recipe.argv(None, *flags))
         after = world.look()
-        # The store's own bookkeeping is beside its objects.
+        # The store keeps its own files next to its objects.
         wrong += [f"{name}: {one}" for one in judge_bystanders(before, after, may_go={"here/bucket"})]
         if outcome.code not in (0, 1) or (outcome.code and "error: " not in outcome.err):
             wrong.append(f"{name}: {outcome}")

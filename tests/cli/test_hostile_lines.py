@@ -1,4 +1,4 @@
-"""Names and data that hold line ends and terminal codes: one line that a verb prints stays one line."""
+"""Names and data with line ends and terminal codes: one printed line stays one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sft_idx.cli.streams import standard_streams
 from megatron_sft_idx.lines import EscapedLines, get_logger, log_line, on_one_line, print_layout
 from megatron_sft_idx.storage.progress import Progress
 
-# A line end of each kind, colour, the cursor, a byte that is no UTF-8, characters that reorder text or are unseen.
+# All kinds of line ends, colours, cursor codes, a byte that is not UTF-8, reordering and invisible characters.
 NOT_UTF8 = "\udcff"
 EVIL = "a\nb\r\x1b[2Jc\x0b\x85\u2028\u2029\u202e\u2066\ufeff\udcff\x07\x7f"
 CALM = "calm-"
@@ -38,12 +38,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def runs(world: World, text: str, mark: str) -> list[Outcome]:
-    """A recipe where all names begin with ``mark``: as it is, again, and where nothing is that it reads."""
+    """Run a recipe with all names beginning with ``mark``: normally, again, and without its inputs."""
     recipe, here = Recipe(text), world.fresh()
     for name in os.listdir(here):
         of_output = any(name.startswith(f"{slot}.") for slot in recipe.writes)
         os.rename(here / name, here / f"{mark.replace(NOT_UTF8, '') if of_output else mark}{name}")
-    # What is written has to have a name in UTF-8.
+    # Names of outputs must be UTF-8.
     names = {slot: mark.replace(NOT_UTF8, "") + slot for slot in recipe.writes}
     names |= {slot: mark + slot for slot in recipe.reads}
     missing = names | dict.fromkeys(recipe.reads, f"{mark}missing")
@@ -65,7 +65,7 @@ def require_safe(out: str) -> None:
 @pytest.mark.parametrize("text", RECIPES)
 def test_names_that_are_hostile_change_no_line_count(world: World, text: str) -> None:
     for hostile, calm in zip(runs(world, text, EVIL), runs(world, text, CALM), strict=True):
-        if "the name is not valid UTF-8" in hostile.err:  # of a file that is written beside what is read
+        if "the name is not valid UTF-8" in hostile.err:  # for a file that is written next to an input
             require_safe(hostile.err)
             assert hostile.err.count("\n") == 1
             continue
@@ -129,7 +129,7 @@ def test_lines_of_progress_are_escaped(capsys: pytest.CaptureFixture[str], monke
     with standard_streams(), Progress(EVIL, 9, unit="B", log_interval=1, items="rows") as progress:
         progress.update(9, 1)
     bar = capsys.readouterr().err
-    assert "\r" in bar  # which moves the cursor
+    assert "\r" in bar  # it moves the cursor
     assert on_one_line(EVIL) in bar
     require_safe(bar.replace("\r", ""))
 
@@ -146,7 +146,7 @@ def test_a_notebook_shows_a_bar_where_it_has_widgets(
         return capsys.readouterr().err
 
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    assert shown().startswith("packing: 1 rows, 100.0%")  # tqdm finds no widgets here
+    assert shown().startswith("packing: 1 rows, 100.0%")  # tqdm has no widgets here
     monkeypatch.setattr(autonotebook, "tqdm", type("Widget", (tqdm.auto.tqdm,), {}))
     assert "\r" in shown()
 

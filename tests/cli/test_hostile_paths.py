@@ -1,4 +1,4 @@
-"""Whatever lies where a command writes, it is refused with a sentence or done, and what is not ours stays as it was."""
+"""With any obstacle at its output, a command succeeds or fails with a sentence, and never changes unrelated files."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from megatron_sft_idx.cli import main
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty file in a catalog may be a torn document, which is waited for."""
+    """Make waits short: an empty file in a catalog may be a torn document, which is read again after a pause."""
     hurry(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
-        # Durability is not judged here, and the parser is the same for every command.
+        # Durability is not tested here, and the parser is the same for every command.
         patch.setattr(os, "fsync", lambda fd: None)
         patch.setattr(main, "build_parser", functools.cache(main.build_parser))
         yield World(tmp_path_factory.mktemp("hostile"))
 
 
 def takes_paths(action: argparse.Action) -> bool:
-    """Whether the value is text that may be a path, rather than a number, a choice or a switch."""
+    """Return whether the value is text that may be a path, and not a number, a choice or a switch."""
     if action.choices is not None or action.nargs == 0 or action.dest in WORDS:
         return False
     try:
@@ -52,7 +52,7 @@ def takes_paths(action: argparse.Action) -> bool:
 
 @pytest.mark.parametrize("verb", verbs())
 def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path: Path) -> None:
-    """A new verb, or a new option that takes a path, is in the table once it has a recipe; it is not left out."""
+    """This ensures that new commands, and new options for paths, get a recipe."""
     marked: dict[str, set[str]] = {}
     for recipe in (Recipe(text) for text in (*RECIPES, *TO_A_BUCKET) if text.split()[0] == verb):
         with hostile.within(tmp_path):
@@ -78,7 +78,7 @@ def stock_dataset(path: str) -> None:
         shutil.copy(f"stock{suffix}", f"{path}{suffix}")
 
 
-# What others have of the same kinds: it opens, and was not written by the command.
+# Files of other programs with the same format: they open, but were not written by the command.
 LOOKALIKES = {
     "npy": lambda path: np.save(open(path, "wb"), np.arange(9)),  # noqa: SIM115
     "npy of objects": lambda path: np.save(open(path, "wb"), np.array([{"mine": 1}, 2], object)),  # noqa: SIM115
@@ -121,7 +121,7 @@ def test_what_only_looks_like_an_older_result_is_not_replaced(world: World, text
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("text", [text for text in WRITING if not text.startswith("produce")])
 def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, text: str) -> None:
-    """A link, a pipe or a folder at one of its names, or one file more in a folder: refused, and all of it stays."""
+    """A link, pipe or folder at one of its names, or an additional file in a folder, is an error. All files stay."""
     recipe = Recipe(text)
     old = {name for name in world.old(recipe) if "." in name or "/" in name}
     folders = {name for name in world.old(recipe) if any(other.startswith(f"{name}/") for other in world.old(recipe))}
@@ -132,7 +132,7 @@ def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, tex
     complaints = []
     for name, way in places:
         if recipe.verb == "copy" and way == "file":
-            continue  # which takes the place of shards, not of their folder
+            continue  # it replaces shards, not their folder
         with within(world.fresh()):
             world.put_old(recipe)
             if os.path.lexists(name):
@@ -149,7 +149,10 @@ def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, tex
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("text", WRITING)
 def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> None:
-    """Where the result would be, or what a run always writes in its folder: found by the inode, and said of both."""
+    """This includes the result and the files that a run always writes.
+
+    It is found by inode; the error has both names.
+    """
     recipe = Recipe(text)
     inputs = [name for read in recipe.reads for name in (read, f"{read}.bin") if Path(world.fresh(), name).is_file()]
     fixed = {"{}/_inputs.jsonl", "{}/_producer.json", "{}/_END.json"}
@@ -164,8 +167,10 @@ def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> No
                 os.makedirs(os.path.dirname(name.format(slot)) or ".", exist_ok=True)
                 os.link(read, name.format(slot))
                 outcome = attempt(recipe.argv(None, *replacing(recipe)))
-            # What is at the name of a column, and is none, is never replaced, whatever it is.
-            said = ("used as both", "which is never replaced", "and is no column")[: 3 if name.endswith(".col") else 1]
+            # Anything at the name of a column that is not a column is never replaced.
+            said = ("used as both", "which is never replaced", "but is not a column")[
+                : 3 if name.endswith(".col") else 1
+            ]
             if outcome.code != 1 or not any(words in outcome.err for words in said):
                 unknown.append(f"{name.format(slot)} is {read}: {outcome}")
     assert not unknown, "\n".join(unknown)

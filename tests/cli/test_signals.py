@@ -23,7 +23,7 @@ COMMON = ("--tokenizer-model", TOKENIZER, "--seq-length", 1024, "--earlier-reaso
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, enough of them that a job can be met in the middle, and what calm runs make of them."""
+    """Provide enough rows to interrupt a job, and the results of uninterrupted runs."""
     folder = tmp_path_factory.mktemp("calm")
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     write_rows(folder / "rows.jsonl", chats * 40)
@@ -43,7 +43,7 @@ def recipe(verb: str, made: Path, out: Path) -> list[object]:
 
 
 HELD = [
-    # The first call of many sequences, in which all of packing may be one.
+    # A call with many sequences, which may be all of packing.
     ("preprocess", "megatron_sft_idx._native:packing_plan", ["--workers", 1], signal.SIGINT),
     ("preprocess", "megatron_sft_idx.tokenize.encoding:RowEncoder.encode", ["--workers", 0], signal.SIGTERM),
     ("pack", "megatron_sft_idx._native:packing_plan", [], signal.SIGTERM),
@@ -67,7 +67,7 @@ def test_a_long_call_does_not_hold_a_signal_back(
 
 
 def test_a_thread_in_a_long_call_does_not_hold_the_end_back(made: Path) -> None:
-    """The main thread has noticed, and waits for a thread, which for instance reads from a file system that hangs."""
+    """The main thread has noticed the signal, but another thread is blocked, for example by a hanging file system."""
     place, arguments = "megatron_sft_idx.check.verify:check_ids", recipe("verify", made, made)
     with started(*held_in(place, *arguments, seconds=(0.3, 0.5))) as process:
         wait_for_line(process, "held")

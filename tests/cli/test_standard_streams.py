@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or gone: a run fails only where what it prints is what it is for."""
+"""Standard streams that are closed, full or gone: a run fails only if its printed output is its purpose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostile import RECIPES, Recipe, World, verbs, what, within
 
 from megatron_sft_idx.cli.main import main
 
-# Commands that exist for what they print: 1 where that is lost. All other recipes write what they are for.
+# Commands whose purpose is their output: exit code 1 if it is lost. All other recipes write files.
 SHOWING = (
     *("verify <s>", "verify <s> --full --json"),
     *("inspect <s>", "inspect <s> --json", "inspect <s> --pack 0", "inspect <s> --diff <s>"),
@@ -25,7 +25,7 @@ SHOWING = (
     *("--version", "--help", *(f"{verb} --help" for verb in verbs())),
 )
 WRITING = tuple(text for text in RECIPES if "[" in text or "create" in text)
-# Bad usage, bad data: their codes do not change either.
+# Bad usage and bad data: their exit codes do not change either.
 FAILING = ("verify <rows.jsonl>", "merge <s> --output-prefix [s]", "nonsense", "pack <s>", "inspect <s> --diff <t>")
 
 
@@ -44,7 +44,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def run(world: World, text: str, **streams: str) -> Left:
-    """Run a recipe in a fork whose descriptors 0 to 2 are as told: ``closed``, ``full``, ``gone``; else files."""
+    """Run a recipe in a fork.
+
+    ``streams`` gives states for descriptors: ``closed``, ``full`` or ``gone``; default: files.
+    """
     here, recipe = world.fresh(), Recipe(text)
     before = world.look()
     said = {name: world.root.with_name(name) for name in ("stdout", "stderr")}
@@ -66,7 +69,7 @@ def run(world: World, text: str, **streams: str) -> Left:
 
 
 def _redirect(number: int, state: str, path: Path) -> None:
-    """Give a descriptor its state, and ``sys`` the stream that a starting interpreter makes of it."""
+    """Give a descriptor its state, and set the stream in ``sys`` like a starting interpreter."""
     stream = None
     if state == "closed":
         os.close(number)
@@ -83,7 +86,7 @@ def _redirect(number: int, state: str, path: Path) -> None:
 
 
 def _as_python_does(argv: list[str]) -> int:
-    """The exit code of a process that runs ``main``: a stream that cannot be flushed in the end makes it 120."""
+    """Return the exit code of a process that runs ``main``: 120 if a stream cannot be flushed at the end."""
     try:
         code = main(argv)
     except SystemExit as leaving:
@@ -100,7 +103,7 @@ def _as_python_does(argv: list[str]) -> int:
 
 
 def without_seconds(made: dict[str, Any]) -> dict[str, Any]:
-    """Files by content, but for what says how long something took."""
+    """Return files by content, without durations."""
     return {name: entry if name != "here/said.json" else None for name, entry in made.items()}
 
 
@@ -151,7 +154,7 @@ def test_what_cannot_be_shown_is_an_error_where_showing_is_the_purpose(world: Wo
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("text", WRITING)
 def test_no_stream_at_all(world: World, calm: dict[str, Left], text: str) -> None:
-    """As under a daemon: the numbers of the three closed descriptors are given to no file of the run."""
+    """This is the case under a daemon: no file of the run may get one of the three closed descriptor numbers."""
     wanted, found = as_without(world, calm, text), run(world, text, stdin="closed", stdout="closed", stderr="closed")
     assert (wanted.code, found.code) == (0, 0), wanted.err
     assert without_seconds(found.made) == without_seconds(wanted.made)
@@ -184,7 +187,7 @@ def test_streams_of_a_caller_are_left_alone_and_descriptors_put_back(capfd: pyte
 
 
 def test_a_pipe_that_is_full_for_a_moment_is_waited_for(world: World) -> None:
-    """Some parents make their end of the pipe non-blocking, and with it the child's."""
+    """Some parents make their end of the pipe non-blocking, and thereby the child's."""
     with within(world.fresh()):
         reader, writer = os.pipe()
         os.set_blocking(writer, False)

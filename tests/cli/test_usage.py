@@ -1,4 +1,4 @@
-"""Wrong usage is answered in three lines: what a call needs, where the rest is, and what was meant."""
+"""Usage errors have three lines: required arguments, a reference to --help, and a suggestion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 
 
 def complaint(verb: str, *words: str) -> str:
-    """The error of a verb, after lines that are checked here."""
+    """Check the first lines of a usage error and return the last one."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as refused:
         verbs()[verb].parse_args(list(words))

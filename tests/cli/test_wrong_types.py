@@ -1,4 +1,4 @@
-"""Arguments of the public functions that have the wrong type: an error of ours in one line, never another."""
+"""Arguments of wrong types to public functions: always one of our errors, in one line."""
 
 # ruff: noqa: E501 - a table of calls
 
@@ -36,13 +36,13 @@ WRONG: list[Any] = [
     *(np.ma.array([1, 2], mask=[0, 1]), np.datetime64("2024-01-01"), decimal.Decimal("1.5")),
     *(datetime.date(2024, 1, 1), range(3), iter([1]), lambda: 1),
 ]
-# Errors and plans have no arguments to check; data sets of Megatron and their configuration are Megatron's.
+# Errors and plans have no arguments to check. Megatron's data sets and their configuration belong to Megatron.
 _NOT_CALLED = {name for name in package.__all__ if name.endswith("Error")}
 _NOT_CALLED |= {"PackPlan", "PackedSFTDataset", "PackedSFTDatasetConfig", "MMapIndexedDataset"}
 
 
 def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Each public function, as one that also uses what it makes, with arguments that are right."""
+    """Return each public function, wrapped so that its result is used, with valid arguments."""
     prefix, number = folder / "a", iter(range(10**6))
 
     def fresh() -> str:
@@ -144,7 +144,7 @@ _TESTED = [
     "model_inputs",
     "a blend",
 ]
-# What these raise of numbers and lists is in their documentation.
+# Exceptions that these functions document for numbers and lists.
 _DOCUMENTED: dict[str, tuple[type[Exception], ...]] = {
     "pack_sequences": (TypeError, ValueError),
 }
@@ -157,7 +157,7 @@ def test_wrong_types_end_in_errors_of_ours(name: str, folder: Path, monkeypatch:
     chance = random.Random(name)
     unset = (inspect.Parameter.empty, None)
     plain = {key: each for key, each in right.items() if not any(each is one for one in unset)}
-    # In each argument a few wrong values; a run of preprocess takes longer.
+    # A few wrong values per argument; fewer for preprocess, which takes longer.
     few = 6 if name == "preprocess" else 20
     for argument in sorted(right.keys() - {"workers", "download"}):
         for value in chance.sample(WRONG, few):
@@ -189,7 +189,7 @@ def test_wrong_values_in_a_batch_end_in_errors_of_ours(name: str, key: str, fold
             assert "\n" not in error_of(function, right | {argument: value}, ()), (argument, value)
 
 
-# ---- examples, each of a kind of its own ----
+# ---- single examples ----
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_metadata_and_columns_of_a_writer(given: dict[str, Any], reason: str, tm
 
 @pytest.mark.parametrize("name", ["x.loss", "x.seq", "x.bin.bin", "x.idx.bin", "x.seq.idx.idx", "x.foo.col.bin"])
 def test_a_prefix_that_ends_like_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="itself ends like one of a shard's files"):
+    with pytest.raises(FormatError, match="must not end like one of a shard's files"):
         ShardWriter(tmp_path / name)
-    with pytest.raises(FormatError, match="itself ends like one of a shard's files"):
+    with pytest.raises(FormatError, match="must not end like one of a shard's files"):
         package.preprocess(_ROWS, tokenizer=str(TOKENIZER), output_prefix=tmp_path / name, seq_length=64, workers=0)
     assert not [*tmp_path.iterdir()]
 
@@ -241,7 +241,7 @@ def test_masked_arrays_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight", [1e-46, 5e-324, 2.0**-150])
 def test_a_weight_that_would_become_0_is_refused(weight: float, tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "x", mask_dtype="f4") as writer:
-        with pytest.raises(SequenceError, match="rounds to 0"):
+        with pytest.raises(SequenceError, match="rounded to 0"):
             writer.add_pack([1, 2], [weight, 0], [0])
         writer.add_pack([1, 2], [2.0**-149, 0], [0])
     assert Shard(tmp_path / "x")[0]["loss_mask"][0] > 0
@@ -259,7 +259,7 @@ def test_weights_whose_product_would_become_0_are_refused(tmp_path: Path) -> Non
         "workers": 0,
     }
     tiny = {"input_ids": [1, 2], "loss_weights": [0, 1e-30], "loss_scale": [0, 1e-30]}
-    with pytest.raises(SequenceError, match="whose product float32 rounds to 0"):
+    with pytest.raises(SequenceError, match="weights is rounded to 0 in float32"):
         package.preprocess([tiny], **given)
     source = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "loss_weights": [0, 1e-30]}])
     with pytest.raises(FormatError, match="--loss-weight: a weight times"):
@@ -275,7 +275,7 @@ def test_a_nul_byte_in_an_argument(verb: str) -> None:
 
 
 class NoRows:
-    """As an empty dataset of Hugging Face."""
+    """A class like an empty dataset of Hugging Face."""
 
     def __len__(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Shards put into the test server's buckets, plainly, and how multi-storage-client finds them."""
+"""Put shards into the test server's buckets, and configure multi-storage-client for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def put(s3: Any, bucket: str, key: str, prefix: Path) -> None:
 
 
 def put_samples(s3: Any, bucket: str, key: str, folder: Path, packs: Sequence[Sample], **options: Any) -> Path:
-    """Write packs as a shard in ``folder`` and put it; its local prefix."""
+    """Write packs as a shard in ``folder``, put it into a bucket, and return its local prefix."""
     prefix = folder / key.replace("/", "-")
     write_samples(prefix, packs, **{"overwrite": True, **options})
     put(s3, bucket, key, prefix)
@@ -31,7 +31,7 @@ def put_samples(s3: Any, bucket: str, key: str, folder: Path, packs: Sequence[Sa
 
 
 def reach(swift: SwiftServer, bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Both addresses of a bucket, by scheme; index files are kept below ``folder``."""
+    """Return both addresses of a bucket, by scheme. Index files are cached below ``folder``."""
     credentials = swift.credentials
     options = {"base_path": bucket, "region_name": "us-east-1", "endpoint_url": swift.endpoint}
     keys = {"access_key": credentials.access_key, "secret_key": credentials.secret}

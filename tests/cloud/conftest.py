@@ -1,4 +1,4 @@
-"""The object store that the tests of this folder talk to: started once, with a bucket of its own for each test."""
+"""The object store for the tests of this folder: started once, with a separate bucket for each test."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def swift_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
-    """The running server; a test that kills one of its four processes starts it again."""
+    """Provide the running server. A test that kills one of its four processes must start it again."""
     with serving(tmp_path_factory.mktemp("swift")) as server:
         yield server
 
 
 @pytest.fixture
 def swift(swift_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> SwiftServer:
-    """All four processes at work, and an environment in which S3 clients find them and nothing of their user's."""
+    """Start all four processes, and set an environment in which S3 clients find them and no settings of the user."""
     swift_server.start()
     for name in list(os.environ):
         if name.startswith(("AWS_", "MSC_")) or name.lower().endswith("_proxy"):
@@ -35,14 +35,14 @@ def swift(swift_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> SwiftSe
 
 @pytest.fixture
 def s3(swift: SwiftServer) -> Any:
-    """A boto3 client, to look at what is there and to damage it."""
+    """Provide a boto3 client to read and damage objects."""
     boto3 = pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
     return boto3.session.Session().client("s3")
 
 
 @pytest.fixture
 def bucket(s3: Any) -> str:
-    """The name of an empty bucket."""
+    """Provide the name of an empty bucket."""
     name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
     s3.create_bucket(Bucket=name)
     return name
@@ -50,7 +50,7 @@ def bucket(s3: Any) -> str:
 
 @pytest.fixture
 def faults(request: pytest.FixtureRequest) -> Faults:
-    """Where a test counts what it has done to the store; printed at the end of the run."""
+    """Provide the counts of faults caused by tests; they are printed at the end of the run."""
     return request.config.stash.setdefault(COUNTS, Faults())
 
 

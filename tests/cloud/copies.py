@@ -1,4 +1,4 @@
-"""Shards to copy, uploads in processes of their own that can be killed, and what a bucket holds afterwards."""
+"""Shards to copy, uploads in separate processes that can be killed, and the contents of a bucket."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import ShardWriter
 
 ROOT = Path(__file__).parents[2]
-# Nothing on one machine takes this long; what does has hung.
+# Nothing on one machine takes this long; a longer wait means a hang.
 PATIENCE_SECONDS = 120.0
 _PACK_TOKENS = 4096
 
 
 def write_shard(prefix: Path, num_packs: int, seed: int) -> str:
-    """A shard of packs of 4096 random tokens: 8 KiB of ``.bin`` each, which no store can compress."""
+    """Write a shard of packs of 4096 random tokens: 8 KiB of ``.bin`` each, which no store can compress."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     mask = np.ones(_PACK_TOKENS, np.uint8)
@@ -35,7 +35,7 @@ def write_shard(prefix: Path, num_packs: int, seed: int) -> str:
 
 
 def command(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """``megatron-sft-idx`` in a process of its own."""
+    """Start ``megatron-sft-idx`` as a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *arguments],
         stdout=subprocess.PIPE,
@@ -46,7 +46,7 @@ def command(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and all that was said, once it has ended, which it does in time."""
+    """Wait until a process ends, within a time limit. Return exit code and output."""
     try:
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -56,12 +56,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    """``command`` and ``ended``."""
+    """Run ``command`` and ``ended``."""
     return ended(command(*arguments, **environment))
 
 
 def wait_until(holds: Callable[[], Any], what: str) -> None:
-    """Wait for something to become true; AssertionError where it does not in time."""
+    """Wait for a condition. Raise AssertionError if it does not become true in time."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert time.monotonic() < until, f"never happened: {what}"
@@ -69,20 +69,20 @@ def wait_until(holds: Callable[[], Any], what: str) -> None:
 
 
 def keys(s3: Any, bucket: str, prefix: str = "") -> set[str]:
-    """All keys of a bucket, or those that begin with something."""
+    """Return all keys of a bucket with a prefix."""
     return {each["Key"] for each in s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])}
 
 
 def five_keys(prefix: str) -> set[str]:
-    """Those of one shard."""
+    """Return the keys of one shard."""
     return {prefix + suffix for suffix in SUFFIXES}
 
 
 def remote_files(s3: Any, bucket: str, prefix: str) -> dict[str, bytes]:
-    """The five objects of a shard, as ``packs.five_files``."""
+    """Return the five objects of a shard, in the form of ``sample_packs.five_files``."""
     return {suffix: s3.get_object(Bucket=bucket, Key=prefix + suffix)["Body"].read() for suffix in SUFFIXES}
 
 
 def unfinished(s3: Any, bucket: str) -> list[str]:
-    """Keys of uploads in parts that never ended."""
+    """Return the keys of unfinished multipart uploads."""
     return [each["Key"] for each in s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]

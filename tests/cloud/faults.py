@@ -1,4 +1,4 @@
-"""What was done to the store or to a copy while it ran, and how that ended: counted, and printed with the results."""
+"""Counts of faults caused to the store or to a running copy, with their outcomes; printed with the test results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["COUNTS", "Faults"]
 
 
 class Faults:
-    """Counts of faults and their ends."""
+    """Counts of faults and their outcomes."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def count(self, fault: str, end: str) -> None:
-        """``fault`` was met, and ``end`` is what came of it; called once the test has looked at what is left."""
+        """Count a ``fault`` with its outcome ``end``. Tests call this after they have checked the result."""
         self._counts[fault, end] += 1
 
     def lines(self) -> list[str]:
-        """One a fault, and the sum."""
+        """Return one line per fault, and the total."""
         lines = [f"fault: {fault}: {number} {end}" for (fault, end), number in sorted(self._counts.items())]
         total = sum(self._counts.values())
         return [*lines, f"faults: {total}, each looked at afterwards: a whole shard, or none"] if total else []

@@ -1,4 +1,4 @@
-"""OpenStack Swift on disk: its installation, configuration and rings, for one machine and one copy of the data."""
+"""The files of OpenStack Swift: installation, configuration and rings, for one machine and one copy of the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Newer ones may do as well; these are the ones that the tests were written against.
+# The versions with which the tests were written; newer ones may work too.
 PACKAGES = ["swift==2.38.3", "pyeclib==1.8.0", "eventlet==0.41.3"]
 STORAGE = ("account", "container", "object")
 
@@ -34,8 +34,8 @@ pipeline = {name}-server
 [app:{name}-server]
 use = egg:swift#{name}
 """
-# The proxy asks the one object server again soon after it was down: there is no other one to go to meanwhile.
-# s3api asks tempauth whether a request's signature is right; slo joins the parts of multipart uploads.
+# The proxy soon retries the object server after a failure, because there is only one. s3api lets tempauth check the
+# signature of a request; slo joins the parts of multipart uploads.
 _PROXY_CONF = """\
 [DEFAULT]
 bind_ip = 127.0.0.1
@@ -62,7 +62,7 @@ max_upload_part_num = 10000
 [filter:cache]
 paste.filter_factory = swift_memory_cache:filter_factory
 """
-# As swift-ring-builder does it in nine processes.
+# The same as nine calls of swift-ring-builder.
 _MAKE_RINGS = """\
 import sys
 from swift.common.ring import RingBuilder
@@ -79,7 +79,7 @@ _EGG_FILTERS = ("catch_errors", "gatekeeper", "healthcheck", "listing_formats", 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The one user that the server knows. Made up for tests; no secret of anybody's."""
+    """The only user of the server, made up for tests. These are not real secrets."""
 
     account: str = "test"
     name: str = "tester"
@@ -91,7 +91,7 @@ class Credentials:
 
 
 def install(venv: Path = ROOT / ".venv-swift") -> Path:
-    """The ``bin`` folder of Swift's own environment, made where it is not there yet; processes take turns."""
+    """Return the ``bin`` folder of Swift's own environment. Create it if it is missing; a lock serializes processes."""
     venv = Path(os.environ.get("SFT_IDX_SWIFT_VENV", venv))
     done = venv / "installed"
     venv.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def install(venv: Path = ROOT / ".venv-swift") -> Path:
 
 
 def require_attributes(folder: Path) -> None:
-    """Skip where Swift could not store anything: it keeps names and sizes in extended attributes."""
+    """Skip if Swift cannot store anything here: it keeps names and sizes in extended attributes."""
     try:
         os.setxattr(folder, "user.swift.probe", b"1")
         os.removexattr(folder, "user.swift.probe")
@@ -115,7 +115,7 @@ def require_attributes(folder: Path) -> None:
 
 
 def configure(folder: Path, ports: dict[str, int], bin_folder: Path, credentials: Credentials) -> None:
-    """Write what the four servers read into ``folder``, and make their rings of one device."""
+    """Write the configuration of the four servers into ``folder``, and make rings of one device."""
     (folder / "devices/d1").mkdir(parents=True)
     require_attributes(folder / "devices/d1")
     shutil.copy(Path(__file__).with_name("swift_memory_cache.py"), folder)

@@ -1,4 +1,4 @@
-"""What Swift's proxy asks of memcached, in the memory of its one process; loaded by the proxy, not by the tests."""
+"""A replacement for memcached in the memory of Swift's single proxy process. The proxy loads it, not the tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _now() -> float:
 
 
 def filter_factory(global_conf: dict[str, str], **conf: str) -> Callable[[Any], Any]:
-    """What PasteDeploy calls."""
+    """The entry point for PasteDeploy."""
     cache = MemoryCache()
 
     def with_cache(app: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A real S3-speaking store on loopback: OpenStack Swift with s3api, as four processes that a test may kill one by one.
+"""A real S3 store on loopback: OpenStack Swift with s3api, as four processes that tests can kill separately.
 
-Run as a script it serves until interrupted and prints how to reach it::
+As a script, it prints its address and serves until interrupted::
 
     python tests/cloud/swift_server.py [FOLDER]
 """
@@ -29,7 +29,7 @@ class SwiftServer:
     """Account, container, object and proxy server over one folder.
 
     Args:
-        folder: empty, on a file system with extended attributes; holds everything, logs included.
+        folder: an empty folder on a file system with extended attributes; it will contain everything, including logs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,11 +42,11 @@ class SwiftServer:
 
     @property
     def endpoint(self) -> str:
-        """The URL that S3 clients take."""
+        """The URL for S3 clients."""
         return f"http://127.0.0.1:{self._ports['proxy']}"
 
     def environment(self) -> dict[str, str]:
-        """The variables from which boto3, obstore and multi-storage-client know where to go, and as whom."""
+        """The variables that give boto3, obstore and multi-storage-client the address and the credentials."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.credentials.access_key,
@@ -57,7 +57,7 @@ class SwiftServer:
         }
 
     def start(self, *names: str) -> None:
-        """Start the servers of these names (all four where none is given) and wait until they answer."""
+        """Start the servers with these names (default: all four) and wait until they answer."""
         for name in names or (*STORAGE, "proxy"):
             if not self.is_running(name):
                 self._running[name] = self._spawn(name)
@@ -65,22 +65,22 @@ class SwiftServer:
             self._wait_until_ready(name)
 
     def kill(self, name: str) -> None:
-        """``kill -9``: nothing is flushed, connections break."""
+        """Kill a server with SIGKILL: nothing is flushed, connections break."""
         process = self._running.pop(name)
         _signal_group(process, signal.SIGKILL)
         process.wait(STOP_SECONDS)
 
     def restart(self, name: str) -> None:
-        """Kill one server and start it again; what it had answered is on disk."""
+        """Kill one server and start it again. Everything that it confirmed is on disk."""
         self.kill(name)
         self.start(name)
 
     def is_running(self, name: str) -> bool:
-        """Whether this server's process is there."""
+        """Return whether this server's process exists."""
         return name in self._running and self._running[name].poll() is None
 
     def stop(self) -> None:
-        """End what was started, and nothing else; the folder stays."""
+        """Stop the started processes. The folder stays."""
         for process in self._running.values():
             _signal_group(process, signal.SIGTERM)
         for process in self._running.values():
@@ -92,11 +92,11 @@ class SwiftServer:
         self._running.clear()
 
     def log(self, name: str) -> str:
-        """What a server has printed."""
+        """Return the output of a server."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _spawn(self, name: str) -> subprocess.Popen[bytes]:
-        # Not the environment of the tests: PYTHONPATH and proxies of theirs are none of Swift's business.
+        # Not the environment of the tests, with its PYTHONPATH and proxies.
         environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(self.folder), "LANG": "C.UTF-8"}
         with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(
@@ -124,13 +124,13 @@ class SwiftServer:
             with opener.open(f"http://127.0.0.1:{self._ports[name]}{path}", timeout=5):
                 return True
         except urllib.error.HTTPError:
-            return name != "proxy"  # a storage server says that it knows no such thing
+            return name != "proxy"  # a storage server answers that the object does not exist
         except OSError:
             return False
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # Its session was made for it, so its group holds its own children only.
+    # It has its own session, so its group has only its own children.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -145,7 +145,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[SwiftServer]:
-    """A server that runs inside the ``with``."""
+    """Run a server inside the ``with`` block."""
     server = SwiftServer(folder)
     try:
         server.start()

@@ -1,4 +1,4 @@
-"""Shards go to a real object store and come back byte for byte; what is there is neither sent again nor replaced."""
+"""Copies to and from a real object store are exact; existing files are neither sent again nor replaced."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.cloud
 
 @pytest.fixture
 def shard(tmp_path: Path) -> str:
-    """Small: each file is one request."""
+    """Provide a small shard: each file is one request."""
     write_samples(tmp_path / "here/train", demo_samples())
     return str(tmp_path / "here/train")
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> str:
-    """Its token file goes in five parts, its masks in three."""
+    """Provide a large shard: its token file is sent in five parts, its masks in three."""
     return write_shard(tmp_path / "here/large", 4500, 1)
 
 
@@ -181,7 +181,7 @@ def test_msc_reaches_the_same_bucket(
     copy_shard("msc://swift/m/large", str(tmp_path / "back"))
     assert five_files(tmp_path / "back") == five_files(large)
     assert copy_shard(large, "msc://swift/m/large").nbytes_sent == 0
-    # What one way wrote, the other knows.
+    # Both addresses recognise each other's copies.
     assert copy_shard(large, f"s3://{bucket}/m/large").nbytes_sent == 0
     with pytest.raises(FormatError, match="another shard already exists"):
         copy_shard(write_shard(tmp_path / "other", 3, 3), "msc://swift/m/large")

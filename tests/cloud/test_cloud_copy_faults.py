@@ -1,4 +1,4 @@
-"""Copies that something goes wrong with: they recover or say what is wrong, and nothing is ever half a shard."""
+"""Failures during copies: they recover or report the error, and never leave half a shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cloud
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """So large that its upload can be caught at work: its token file goes in twelve parts."""
+    """Provide a shard large enough to interrupt its upload: its token file is sent in twelve parts."""
     return write_shard(tmp_path_factory.mktemp("large") / "large", 12_000, 5)
 
 
@@ -35,7 +35,7 @@ def small(tmp_path: Path) -> str:
 
 
 def caught_uploading(s3: Any, bucket: str, shard: str, **environment: str) -> subprocess.Popen[str]:
-    """An upload to ``x`` of which some parts have arrived."""
+    """Start an upload to ``x`` and return it when some parts have arrived."""
     process = command("copy", shard, f"s3://{bucket}/x", **environment)
     wait_until(lambda: unfinished(s3, bucket) or process.poll() is not None, "an upload in parts")
     assert process.poll() is None, ended(process)
@@ -155,7 +155,7 @@ def test_a_truncated_or_damaged_object_is_not_downloaded(
         copy_shard(f"s3://{bucket}/x", str(tmp_path / "back/x"))
     faults.count("damaged object", "refused")
     assert list((tmp_path / "back").iterdir()) == []
-    # The store's copy is repaired from here without --overwrite: it is the same shard.
+    # The store's copy can be repaired without --overwrite, because it is the same shard.
     copy_shard(small, f"s3://{bucket}/x")
     assert remote_files(s3, bucket, "x") == five_files(small)
 
@@ -193,7 +193,7 @@ def test_a_full_disk_fails_the_download_and_more_room_lets_it_go_on(
         with disks.filled(disk, 300_000):
             code, said = run("copy", f"s3://{bucket}/x", str(disk / "x"))
             assert (code, f"{disk}/x: No space left on device" in said) == (1, True), said
-            assert {path.name for path in disk.iterdir()} == {"ballast"}  # found before the work
+            assert {path.name for path in disk.iterdir()} == {"ballast"}  # detected before the work
         copy_shard(f"s3://{bucket}/x", str(disk / "x"))
         assert five_files(disk / "x") == five_files(small)
     faults.count("disk full during a download", "refused, and done by the next attempt")
@@ -239,12 +239,12 @@ def test_an_upload_that_loses_its_claim_does_not_publish(
     s3: Any, bucket: str, large: str, small: str, faults: Faults
 ) -> None:
     process = caught_uploading(s3, bucket, large)
-    process.send_signal(signal.SIGSTOP)  # else it may be done before the other one begins
+    process.send_signal(signal.SIGSTOP)  # otherwise it may finish before the other one begins
     copy_shard(small, f"s3://{bucket}/x", overwrite=True)
     process.send_signal(signal.SIGCONT)
     code, said = ended(process)
     assert code == 1, said
-    # To force an upload over one that is at work is what --overwrite warns of: the shard is whole, or there is none.
+    # --overwrite warns about an upload over another running one: then the shard is complete, or missing.
     with contextlib.suppress(ShardNotFoundError, CorruptShardError):
         CopySource(f"s3://{bucket}/x")
         assert remote_files(s3, bucket, "x") == five_files(small)

@@ -1,4 +1,4 @@
-"""Chats in a bucket become a shard in a bucket: the bytes of a local run, whatever is interrupted on the way."""
+"""``preprocess`` from a bucket to a bucket gives the bytes of a local run, also after interruptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cloud
 _OPTIONS = ("--tokenizer-model", str(TOKENIZER), "--seq-length", "1024", "--workers", "2")
 
 
-# Of one shape, so that Arrow has a type for them.
+# Rows of one shape, so that Arrow has a type for them.
 _ROWS = [
     {
         "messages": [
@@ -93,7 +93,7 @@ def test_an_input_replaced_while_it_is_read_is_an_error(
         if begun:
             next(pieces)
         s3.put_object(Bucket=bucket, Key="raw.jsonl", Body=text[::-1])
-        with pytest.raises(FormatError, match="replaced since"):
+        with pytest.raises(FormatError, match=r"replaced (since|after)"):
             list(pieces)
         faults.count("input replaced under a run", "refused")
 

@@ -1,6 +1,6 @@
-"""What goes wrong with a bucket while a shard is read: recovery or an error that says so, and never a wrong token.
+"""Failures of a bucket during reading: recovery or a clear error, and never a wrong token.
 
-Every test counts what it did and prints it: reads that were right, errors, and wrong ones, of which there are none.
+Every test prints its numbers of correct reads, errors, and wrong reads; the last must be 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def urls(swift: SwiftServer, bucket: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def counts(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[Counter[str]]:
-    """Of reads; printed at the end, and none of them is wrong."""
+    """Provide counts of reads. Print them at the end, and check that none is wrong."""
     made: Counter[str] = Counter(right=0, errors=0, wrong=0)
     yield made
     with capsys.disabled():
@@ -52,7 +52,7 @@ def counts(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -
 
 
 def read(shard: Shard, i: int, counts: Counter[str], packs: list[Sample] = PACKS) -> None:
-    """Read one pack and count what came."""
+    """Read one pack and count the outcome."""
     try:
         pack = shard[i]
     except SFTIndexError:
@@ -68,7 +68,7 @@ def read_again_and_again(shard: Shard, counts: Counter[str]) -> None:
 
 
 def other_packs() -> list[Sample]:
-    """As long as PACKS, and no token is the same."""
+    """Return packs as long as PACKS, without a common token."""
     return [Sample([token + 500 for token in pack.tokens], pack.mask, pack.starts) for pack in PACKS]
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_stays_dead_is_an_error_and_reading_goes_on_after_it(
     with pytest.raises(StorageError):
         read(shard, 2, counts)
     swift.start("object")
-    monkeypatch.setenv("SFT_IDX_STORAGE_SECONDS", "60")  # the proxy asks a server that failed again after a while
+    monkeypatch.setenv("SFT_IDX_STORAGE_SECONDS", "60")  # the proxy retries a failed server after a while
     forget_stores()
     read(Shard(f"{urls[scheme]}/x"), 2, counts)
 

@@ -1,4 +1,4 @@
-"""Shards in a bucket are what they are on disk: pack by pack, in batches, to stock Megatron and in training."""
+"""Shards in a bucket equal local ones: pack by pack, in batches, for stock Megatron and in training."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_stock_megatron_and_its_face_read_the_same_prefix(
     assert ours.index.sequence_lengths.tolist() == stock.sequence_lengths.tolist()
     assert SFTIndexedDataset.exists(prefix)
     assert not SFTIndexedDataset.exists(prefix + "y")
-    # Stock code keeps .idx in the same folder under the shard's name; ours go by their checksums.
+    # Stock code caches .idx in the same folder under the shard's name; our files are named by checksum.
     assert len(list((tmp_path / "stock").glob("*.index"))) == 2
 
 

@@ -1,4 +1,4 @@
-"""The store that the other tests here rely on does what they need of it, and its processes can be killed one by one."""
+"""The test server works as the other tests here need it, and its processes can be killed separately."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Megatron-Bridge's packed data set on what ``convert`` writes, and its own preparation of the same chats.
+"""Megatron-Bridge's packed data set reads the output of ``convert``, compared with its own preparation of the chats.
 
-``make test-megatron`` installs it for the one Python it is made for. MEGATRON_BRIDGE names a checkout to test instead.
+``make test-megatron`` installs Bridge for the one Python that it supports. MEGATRON_BRIDGE is a checkout to test
+instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CAPACITY, MULTIPLE = 512, 8
 
 
 class Bridge:
-    """Its modules, and its tokenizer made of the bundled one."""
+    """Bridge's modules, and its tokenizer made from the bundled one."""
 
     def __init__(self) -> None:
         self.builder = import_module("megatron.bridge.data.builders.gpt_sft")
@@ -46,7 +47,7 @@ class Bridge:
         return build(config(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(TOKENIZER)))
 
     def dataset(self, path: Path, metadata: Path | None = None, padded: bool = True, **options: Any) -> Any:
-        """The training data set as its recipes build it from a path, without a line of code of one's own."""
+        """Return the training data set, built from a path as in Bridge's recipes, without user code."""
         specs = self.specs(
             packed_sequence_size=CAPACITY,
             packed_train_data_path=str(path),
@@ -67,7 +68,7 @@ class Bridge:
         return self.builder.GPTSFTDatasetBuilder(config, self.tokenizer).build()[0]
 
     def prepare(self, rows: Path, path: Path, multiple: int, algorithm: str = "first_fit_shuffle") -> Any:
-        """Its own preparation of chats; returns the entry of the metadata that it writes."""
+        """Run Bridge's own preparation of chats, and return the entry of the metadata that it writes."""
         metadata = path.with_suffix(".theirs.json")
         self.offline.prepare_gpt_sft_packed_data(
             input_path=rows,
@@ -93,7 +94,7 @@ def bridge() -> Iterator[Bridge]:
 
 
 def chats() -> list[dict[str, Any]]:
-    """Of the bundled chats those that Bridge takes as they are: plain texts, no marks of what to train on."""
+    """Return the bundled chats that Bridge accepts unchanged: plain texts, without fields that control training."""
     rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     return [
         row
@@ -109,7 +110,7 @@ def chats() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the chats as ``rows.jsonl``, tokenised as ``all`` and packed as ``x``, to be padded to eights."""
+    """Provide the chats as ``rows.jsonl``, tokenised as ``all``, and packed as ``x`` with room for multiples of 8."""
     folder = tmp_path_factory.mktemp("chats")
     rows = chats()
     assert len(rows) > 200
@@ -121,7 +122,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(batch: dict[str, torch.Tensor], eos_id: int) -> dict[str, torch.Tensor]:
-    """A batch of ours as Bridge's collate has it: without the last position of each sequence, filled up anew."""
+    """Return our batch in Bridge's form: without the last position of each sequence, and padded again."""
     rows: dict[str, list[torch.Tensor]] = {key: [] for key in ("tokens", "labels", "loss_mask", "position_ids")}
     fill = {"tokens": eos_id, "labels": eos_id, "loss_mask": 0, "position_ids": 0}
     bounds = []
@@ -188,7 +189,7 @@ def padded(folder: Path, source: Path, name: str, bridge: Bridge, *options: obje
 
 
 def stored(dataset: Any) -> list[tuple[list[int], list[int]]]:
-    """Ids and mask of every sequence, in order of its values."""
+    """Return ids and mask of every sequence, sorted by value."""
     found = []
     for i in range(len(dataset)):
         pack = dataset[i]
@@ -212,7 +213,7 @@ def test_what_they_packed_without_padding_gets_the_padding_of_theirs(
 def test_padding_and_metadata_are_those_of_their_preparation(
     bridge: Bridge, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bridge prepares the same chats, packed as ours are: the same sequences in the same places."""
+    """If Bridge prepares and packs the same chats the same way, it has the same sequences in the same places."""
     ours = padded(tmp_path, shards / "x", "ours.parquet", bridge)
     numbers: dict[tuple[int, ...], list[int]] = {}
     for number, pack in enumerate(Shard(shards / "all")):
@@ -221,7 +222,7 @@ def test_padding_and_metadata_are_those_of_their_preparation(
     packs = [[numbers[tuple(ids.tolist())].pop() for ids, _ in shard.sequences(i)] for i in range(len(shard))]
     order, rows = [number for pack in packs for number in pack], chats()
     assert sorted(order) == list(range(len(rows)))
-    # Sequences of one length are dealt out from the last one on, in an order that is drawn: here that of the rows.
+    # Sequences of equal length are assigned from the last one on, in a random order; here it is the order of the rows.
     write_rows(tmp_path / "rows.jsonl", [rows[number] for number in reversed(order)])
     monkeypatch.setattr(np.random, "permutation", np.arange)
     lengths = [len(pack["input_ids"]) for pack in Shard(shards / "all")]

@@ -1,4 +1,4 @@
-"""Columns through every format: what has a place comes back the same, what has none is refused or said to be lost."""
+"""Columns in every format: supported ones come back unchanged, and others are an error or reported as lost."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PACKS = demo_samples(40)
 _WRITERS = {name: registry._module(name).Writer for name in WRITABLE}
 CARRYING = [name for name, made in _WRITERS.items() if made.stores_columns]
 OTHERS = [name for name in WRITABLE if name not in CARRYING]
-# Values that text and rounding lose.
+# Values that text or rounding can change.
 FLOATS = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 0.1, 3.4028235e38])
 
 
 def _columned(folder: Path) -> str:
-    """A shard with a column of every kind, those of single packs and of wide floats attached to it."""
+    """Write a shard with a column of every kind. Columns of packs and of wide floats are attached to it."""
     write_columned(folder / "x", PACKS, {name: spec for name, spec in SPECS.items() if spec.per != "pack"})
     shard = Shard(folder / "x")
     for name, spec in SPECS.items():
@@ -60,7 +60,7 @@ def _assert_same_columns(here: Shard, there: Shard) -> None:
 @pytest.mark.parametrize("name", CARRYING)
 @pytest.mark.parametrize("run_tokens", [1 << 20, 16])
 def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There and back: values, dtypes, widths, alignments and metadata, of columns that are listed and attached."""
+    """Values, dtypes, widths, alignments and metadata survive a round trip, for listed and attached columns."""
     source = _columned(tmp_path)
     for module in (run_module, *(registry._module(one) for one in CARRYING)):
         monkeypatch.setattr(module, "RUN_TOKENS", run_tokens, raising=False)
@@ -73,7 +73,7 @@ def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeyp
     assert verify_shard(back, full=True).ok
     assert_holds(Shard(back), PACKS)
     _assert_same_columns(Shard(source), Shard(back))
-    # Packs one by one come with those that are asked for, and with no others.
+    # Single packs have only the requested columns.
     reader, shard = open_reader(there, name, columns=None), Shard(source, columns=list(Shard(source).columns))
     for i in (0, len(shard) - 1):
         pack, expected = reader.read(i), shard[i]
@@ -84,7 +84,7 @@ def test_all_kinds_come_back(tmp_path: Path, name: str, run_tokens: int, monkeyp
     assert "source" in open_reader(there, name, columns=("source",)).read(0)
     with pytest.raises((FormatError, Exception), match="no column other"):
         open_reader(there, name, columns=("other",))
-    # Again over what is there.
+    # Overwrite the existing output.
     convert(source, there, name, ConvertOptions(overwrite=True))
 
 
@@ -101,16 +101,16 @@ def test_without_columns_a_file_is_what_it_was_before_there_were_any(tmp_path: P
 @pytest.mark.parametrize("packs", [PACKS, []])
 def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name: str, packs: Sequence[Any]) -> None:
     if not packs and name == "padded parquet":
-        pytest.skip("Megatron-Bridge reads no file without packs")
+        pytest.skip("Megatron-Bridge cannot read an empty file")
     write_columned(tmp_path / "x", packs, {"source": SOURCE, "grade": ColumnSpec("pack", "f4")}, capacity=256)
     options = ConvertOptions(padding=Padding(8, 2), lossy=False) if "padded" in name else ConvertOptions()
     to, there = name.removeprefix("padded "), str(tmp_path / "there")
-    # Masks and packs are let go here too, in another sentence.
-    with pytest.raises(FormatError, match=r"columns grade, source: .* has no place for them|keeps neither"):
+    # Masks and packs are lost here too, with another message.
+    with pytest.raises(FormatError, match=r"cannot store columns: grade, source|stores no loss masks"):
         convert(str(tmp_path / "x"), there, to, options)
     assert not (tmp_path / "there").exists()
     report = convert(str(tmp_path / "x"), there, to, dataclasses.replace(options, lossy=True))
-    assert "columns grade, source: the format has no place for them" in report.lost
+    assert "columns grade, source: the format cannot store them" in report.lost
     if packs and to != "pbin":
         assert len(open_reader(there, to)) == len(packs)
 
@@ -122,7 +122,9 @@ def test_columns_are_asked_for_in_vain_of_formats_that_have_none(tmp_path: Path,
     for columns, back in (("source",), None), ((), "none"), (None, "all"):
         options = ConvertOptions(reader={"columns": columns} | ({"mask_rule": "all"} if name == "pbin" else {}))
         if back is None:
-            with pytest.raises(FormatError, match=f"there.*: columns source: a {name} source has none; leave them out"):
+            with pytest.raises(
+                FormatError, match=f"there.*: columns source: {name} sources have no columns; leave the option out"
+            ):
                 convert(there, str(tmp_path / "back"), "sft-idx", options)
         else:
             assert convert(there, str(tmp_path / back), "sft-idx", options).verified
@@ -133,14 +135,14 @@ def test_columns_are_asked_for_in_vain_of_formats_that_have_none(tmp_path: Path,
 @pytest.mark.parametrize("value", [1 << 64, functools.reduce(lambda inner, _: [inner], range(300), [])])
 def test_metadata_that_a_format_cannot_store_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     write_columned(tmp_path / "x", PACKS, {"grade": ColumnSpec("pack", "f4", metadata={"a": value})})
-    with pytest.raises(FormatError, match="there: metadata that cannot be stored as JSON"):
+    with pytest.raises(FormatError, match="there: the metadata cannot be stored as JSON"):
         convert(str(tmp_path / "x"), str(tmp_path / "there"), name)
     assert not [path for path in tmp_path.iterdir() if "there" in path.name]
 
 
 @pytest.mark.parametrize("name", READABLE)
 def test_every_format_reads_the_columns_that_it_writes(name: str) -> None:
-    """A format that is added later carries columns both ways, or neither."""
+    """Every format, also a future one, must support columns for reading and writing, or for neither."""
     reads = "columns" in registry.options_of_reader(name)
     assert reads == (name in CARRYING)
 
@@ -151,10 +153,10 @@ def test_several_sources_are_one_where_their_columns_are(tmp_path: Path) -> None
     write_columned(tmp_path / "b", PACKS[20:], {"source": SOURCE, "grade": ColumnSpec("pack", "f8")})
     both = [str(tmp_path / "a"), str(tmp_path / "b")]
     for to in CARRYING:
-        with pytest.raises(FormatError, match="column grade is not that of all sources"):
+        with pytest.raises(FormatError, match="column grade differs between the sources"):
             convert(both, str(tmp_path / to), to)
         report = convert(both, str(tmp_path / to), to, ConvertOptions(lossy=True))
-        assert any("column grade is not that of all sources" in sentence for sentence in report.lost)
+        assert any("column grade differs between the sources" in sentence for sentence in report.lost)
         convert(str(tmp_path / to), str(tmp_path / f"{to}-back"), "sft-idx")
         assert list(Shard(tmp_path / f"{to}-back").columns) == ["source"]
         assert verify_shard(tmp_path / f"{to}-back", full=True).ok
@@ -163,13 +165,13 @@ def test_several_sources_are_one_where_their_columns_are(tmp_path: Path) -> None
 def test_pairs_of_several_sources_are_not_mixed_up(tmp_path: Path) -> None:
     for name in "ab":
         write_columned(tmp_path / name, PACKS[:4], {"pair": ColumnSpec("sequence", "u4", 2)})
-    with pytest.raises(FormatError, match=r"column pair .* counts anew in each; .*\(merge\)"):
+    with pytest.raises(FormatError, match=r"column pair .* begin again in each source; .*sft-idx merge\)"):
         convert([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c"), "sft-idx")
 
 
 @pytest.mark.parametrize("name", [name for name in CARRYING if name != "sft-idx"])
 def test_a_column_that_was_changed_is_found_or_read_as_it_is(tmp_path: Path, name: str) -> None:
-    """What a file says of its columns is held against what is there."""
+    """The description of columns in a file is compared with the data."""
     spec = ColumnSpec("token", "f4", 3)
     write_columned(tmp_path / "x", PACKS[:4], {"topk": spec})
     there = tmp_path / "there"
@@ -220,7 +222,7 @@ def test_a_shard_that_is_read_as_a_stock_dataset_says_what_is_left_out(tmp_path:
     write_columned(tmp_path / "x", PACKS[:4], {"source": SOURCE})
     options = ConvertOptions(source_format="megatron", reader={"mask_rule": "all"})
     report = convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", options)
-    assert any("masks and columns are left out" in note for note in report.notes)
+    assert any("without masks and columns" in note for note in report.notes)
 
 
 def test_without_a_choice_packs_come_with_all_columns(tmp_path: Path) -> None:
@@ -236,6 +238,6 @@ def test_a_result_with_other_values_is_not_published(tmp_path: Path, monkeypatch
     write_columned(tmp_path / "y", PACKS[:4], {"grade": ColumnSpec("pack", "f4")}, first=1)
     writer = registry._module("memmap").Writer
     monkeypatch.setattr(writer, "reread", lambda self: open_reader(str(tmp_path / "y"), "sft-idx", columns=None))
-    with pytest.raises(FormatError, match="column grade are not those of the source"):
+    with pytest.raises(FormatError, match="column grade differ from the source"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "memmap")
     assert not (tmp_path / "z").exists()

@@ -1,4 +1,4 @@
-"""Packs go from any format to any other and come back equal; what cannot be kept is refused or said."""
+"""``convert``: packs survive conversion between all formats; losses are an error or reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 ROOT = Path(__file__).parents[2]
 
-# Formats that keep everything, and what their paths look like.
+# Formats that keep everything, and the suffixes of their paths.
 SUFFIXES = {
     "sft-idx": "",
     "npy": ".npy",
@@ -62,7 +62,7 @@ def place(folder: Path, name: str, stem: str) -> str:
 
 
 def trip(folder: Path, packs: list[Sample], way: tuple[str, ...], **options: Any) -> Shard:
-    """The shard that comes out where packs go from a shard through these formats back to a shard."""
+    """Convert a shard through these formats back to a shard, and return it."""
     source = str(folder / "begin")
     write_samples(source, packs, overwrite=True, **options)
     for number, name in enumerate((*way, "sft-idx")):
@@ -130,12 +130,12 @@ def test_weights_are_refused_where_a_format_has_none(tmp_path: Path, name: str) 
 def test_what_is_kept_beside_a_loss_is_compared(
     tmp_path: Path, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks that became 0 and 1, and packs that became documents, are known before they are read again."""
+    """The comparison after writing takes into account masks that became 0 and 1, and packs that became documents."""
     write_samples(tmp_path / "x", [Sample([1, 2, 3], [0, 0.5, 1], [0, 2])], mask_dtype=np.float32)
     write_samples(tmp_path / "other", [Sample([1, 2, 3], [0, 0, 0], [0, 2] if name == "memmap" else [0])])
     source = open_reader(str(tmp_path / "other"), "sft-idx")
     monkeypatch.setattr(registry._module(name).Writer, "reread", lambda self: source)
-    with pytest.raises(FormatError, match=f"its .*{wrong} are not those"):
+    with pytest.raises(FormatError, match=f"its .*{wrong} differ"):
         convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(lossy=True))
 
 
@@ -164,7 +164,7 @@ def test_several_sources_become_one_and_one_of_them_may_be_empty(tmp_path: Path,
         convert(str(tmp_path / stem), parts[-1], name)
     report = convert(parts, str(tmp_path / "all"), "sft-idx")
     assert report.paths == tuple(parts)
-    if name == "npy":  # every one of them is heard, though no two are open at once
+    if name == "npy":  # all of them warn, although they are never open at the same time
         longest = [max((len(p.tokens) for p in part), default=0) for part in (packs[:5], [], packs[5:])]
         assert [int(note.split()[-2]) for note in report.notes] == longest
     assert_holds(Shard(tmp_path / "all"), packs)
@@ -198,7 +198,7 @@ def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
     assert len(before) > 5
     for number, name in enumerate([*WHOLE, "sft-idx"]):
         target = place(tmp_path, name, f"demo-{number}")
-        # What has been in .npy has no columns any more.
+        # Columns are lost in .npy.
         assert main(["convert", source, target, "--to", name, *(["--no-columns"] if name == "npy" else [])]) == 0
         source = target
     after = Shard(source)
@@ -230,7 +230,7 @@ def test_masks_are_shifted_exactly_once(tmp_path: Path, name: str) -> None:
     assert_holds(open_dataset(first), packs)
     convert(first, str(tmp_path / "x"), "sft-idx")
     assert_holds(Shard(tmp_path / "x"), packs)
-    if name != "npy":  # which cannot say how its masks are aligned
+    if name != "npy":  # it does not record the alignment of its masks
         with pytest.raises(FormatError, match=r"shift|alignment"):
             convert(first, str(tmp_path / "y"), "sft-idx", ConvertOptions(mask_alignment="token"))
         assert not list(tmp_path.glob("y*"))
@@ -289,7 +289,7 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
         writer.write_bin(2, [1], [0], [0])
     with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
         writer.write_bin(1, [1, 2], [0], [0])
-    with pytest.raises(SequenceError, match=r"x\.npy:1: first sequence starts at 1"), writer:
+    with pytest.raises(SequenceError, match=r"x\.npy:1: the first sequence starts at 1"), writer:
         writer.write_bin(1, [1, 2], [0, 0], [1])
     assert not list(tmp_path.iterdir())
 
@@ -315,7 +315,7 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     for target in ("x", "x.bin", "./x", "link/x"):
         with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
-    # Another format has other names, which may be those of the source's files.
+    # Another format has other file names, which can equal the names of the source's files.
     for suffix in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"):
         with pytest.raises(FormatError, match=r"used as both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/link/x{suffix}", "npy", options)
@@ -379,10 +379,10 @@ def test_a_result_that_is_not_what_went_in_replaces_nothing(
         convert(str(tmp_path / "other"), target, to)
     (tmp_path / "y.failed").write_text("mine")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    # As if the disk gave back something else.
+    # As if the disk returned other data.
     writer = registry._module(to).Writer
     monkeypatch.setattr(writer, "reread", lambda self: open_reader(str(tmp_path / "other"), "sft-idx"))
-    with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
+    with pytest.raises(FormatError, match="read again, and its token ids, loss masks, sequence lengths differ"):
         convert(str(tmp_path / "x"), target, to, options)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
     assert convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(verify=False)).verified is False
@@ -395,10 +395,10 @@ def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> Non
     for capacity in (0, -5, True, 12.0, 2**31):
         with pytest.raises(FormatError, match=f"--seq-length: {capacity}, expected a whole number from 1 to"):
             ConvertOptions(capacity=capacity)  # type: ignore[arg-type]
-    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --seq-length is 11"):
+    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, but --seq-length is 11"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
     write_samples(tmp_path / "m", demo_samples(5), sequence_multiple=8)
-    with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, the capacity is 16 .rule P5"):
+    with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, but the capacity is 16 .rule P5"):
         convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=16))
     assert convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=32)).spec.capacity == 32
 
@@ -413,7 +413,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0] == f"read {source} as npy"
-    assert lines[1].startswith("note: the file does not say its capacity")
+    assert lines[1].startswith("note: the file does not store its capacity")
     assert re.fullmatch(r"wrote .*y as sft-idx: 6 packs, \d+ sequences, \d+ tokens, .* capacity \d+", lines[-2])
     assert lines[-1] == "read back and compared: equal"
     assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
@@ -441,7 +441,7 @@ def test_the_script_in_tools_is_the_verb(tmp_path: Path) -> None:
 
 
 def padded(pack: Sample, multiple: int, eod_id: int) -> Sample:
-    """Sequences of n tokens filled up to 1 more than a multiple."""
+    """Return a pack with sequences padded to 1 more than a multiple."""
     tokens, mask, starts = [], [], []
     for a, b in pairwise(pack.bounds):
         more = -(b - a - 1) % multiple
@@ -482,12 +482,12 @@ def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multip
     if multiple == 1:
         convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
         return
-    with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert what it was made from"):
+    with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert the original file"):
         convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
 
 
 def test_the_id_of_padding_need_not_fit_a_narrow_source(tmp_path: Path) -> None:
-    """Of several, one in uint16 and one in int32, which is the dtype of the result."""
+    """With one source in uint16 and one in int32, the result has int32."""
     for name, dtype in (("x", np.uint16), ("y", np.int32)):
         write_samples(tmp_path / name, demo_samples(3), capacity=64, token_dtype=dtype)
     options, target = ConvertOptions(padding=Padding(4, 70_000)), tmp_path / "z.parquet"
@@ -501,7 +501,7 @@ def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
     target = str(tmp_path / "y.parquet")
     for source, padding, message in (
         ("x", Padding(4), "--eod-id"),
-        ("x", Padding(4, 1 << 16), "found 65536, expected one that uint16 holds"),
+        ("x", Padding(4, 1 << 16), "expected one that fits into uint16, found 65536"),
         ("x", Padding(4, -1), "found -1"),
         ("none", Padding(4, 1), "no packs"),
     ):
@@ -533,7 +533,7 @@ def test_a_summary_replaces_none_but_a_summary(tmp_path: Path) -> None:
             convert(str(tmp_path / "x"), str(target), "parquet", options)
         assert summary.read_text() == content
         assert not target.exists()
-        # Where none is written, it is nobody's concern.
+        # If none is written, an existing one does not matter.
         convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(overwrite=True))
         assert summary.read_text() == content
         target.unlink()
@@ -558,7 +558,7 @@ def test_a_file_without_padding_takes_the_summary_of_the_old_one_away(tmp_path: 
     convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(overwrite=True))
     assert target.read_bytes() != old
     assert not summary.exists()
-    # Nor does a new file come to stand beside the summary of one that is gone.
+    # A new file also never appears next to the summary of a removed one.
     target.unlink()
     summary.write_bytes(said)
     with pytest.raises(FormatError, match=r"y\.parquet\.json: already exists"):
@@ -637,10 +637,10 @@ def test_a_pickled_file_comes_with_the_summary_that_bridge_opens(tmp_path: Path)
     assert json.loads(summary.read_text()) == expected("x")
     convert(str(tmp_path / "few"), str(target), "npy", overwrite)
     assert json.loads(summary.read_text()) == expected("few") != expected("x")
-    # Megatron-Bridge opens no file without packs; the summary of an older one goes.
+    # Megatron-Bridge cannot open a file without packs; the summary of an older file is removed.
     convert(str(tmp_path / "none"), str(target), "npy", overwrite)
     assert not summary.exists()
-    # A writer by itself, which is told no capacity, and readers that are given the folder.
+    # A writer used directly without a capacity, and readers of the folder.
     with LegacyPickleWriter(target, overwrite=True) as writer:
         for number, pack in enumerate(demo_samples()):
             writer.write_bin(number, pack.tokens, pack.label_mask, pack.starts)
@@ -651,7 +651,7 @@ def test_a_pickled_file_comes_with_the_summary_that_bridge_opens(tmp_path: Path)
     for path in (target, summary):
         path.rename(tmp_path / "folder" / path.name)
     assert_holds(open_dataset(tmp_path / "folder"), demo_samples())
-    # Nothing of somebody else is replaced, with or without --overwrite.
+    # Files of other programs are never replaced, with or without --overwrite.
     summary.write_text("[]")
     with pytest.raises(FormatError, match=r"y\.npy\.json: .*summary of packs"):
         convert(str(tmp_path / "x"), str(target), "npy", overwrite)
@@ -693,7 +693,7 @@ def test_a_kill_leaves_no_file_beside_the_summary_of_another(
         found = there("y")
         assert found in {old, new, (old[0], None), (new[0], None)}
         seen.add(found)
-        # The next run finishes what this one left. Only at the very end, nothing tells any more that it was killed.
+        # The next run finishes the remains of this one. Only at the very end, the kill leaves no trace.
         if found != new or overwrite or (tmp_path / f"y.{to}.building/done.json").exists():
             assert main(command) == 0
             assert not (tmp_path / f"y.{to}.building").exists()
@@ -713,7 +713,7 @@ def test_a_kill_leaves_no_file_beside_the_summary_of_another(
 @pytest.mark.parametrize("source", ["shard", "parquet", "memmap"])
 @pytest.mark.parametrize("to", ["npy", "save_to_disk", "parquet", "sft-idx"])
 def test_columns_that_say_which_answers_are_bad_are_not_left_out(tmp_path: Path, source: str, to: str) -> None:
-    """Without them the rejected answers of pairs would be trained like all others."""
+    """Without them, the rejected answers of pairs would be trained like others."""
     spec, path = ColumnSpec("sequence", np.uint32, 2), tmp_path / "pairs"
     with ShardWriter(path, capacity=8, durable=False, columns={"pair": spec}) as writer:
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": np.array([[0, 0], [0, 1]])})

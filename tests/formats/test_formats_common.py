@@ -1,4 +1,4 @@
-"""What all formats share: masks brought to one alignment, the rules of packs, files that appear whole."""
+"""Features of all formats: conversion of mask alignments, the rules of packs, files that appear complete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megatron_sft_idx.storage.publish import Kind
 
 
 def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:
-    """The arrays of a ``PackRun`` of these packs with these masks."""
+    """Return the arrays of a ``PackRun`` of these packs with these masks."""
     return {
         "tokens": np.array([t for p in packs for t in p.tokens], np.int64),
         "loss_mask": np.array([v for mask in masks for v in mask], np.float32),
@@ -54,7 +54,7 @@ def rolled_right(mask: list[float]) -> list[float]:
 
 
 def last_lost(pack: Sample) -> Sample:
-    """The pack without its last token's mask, which rolling right pushes out."""
+    """Return the pack without its last token's mask, which rolling right removes."""
     return Sample(pack.tokens, [*pack.mask[:-1], 0], pack.starts)
 
 
@@ -104,7 +104,7 @@ def test_what_was_done_to_masks_is_said() -> None:
     assert unplaced_note(3, "label").startswith("3 loss mask values at the end")
     assert unplaced_note(3, "token").startswith("3 loss mask values on the first")
     assert checked_alignment("x", "token") == "token"
-    with pytest.raises(FormatError, match="x: mask alignment 'left', choose one of label, token, rolled-right"):
+    with pytest.raises(FormatError, match="x: unknown mask alignment 'left'; choose one of label, token, rolled-right"):
         checked_alignment("x", "left")
 
 
@@ -116,26 +116,36 @@ PACKS = [Sample([1, 2, 3], [0, 1, 1], [0, 1]), Sample([4], [0], [0]), Sample([5,
 @pytest.mark.parametrize(
     ("column", "value", "error", "words"),
     [
-        ("pack_lengths", [3, 0, 3], SequenceError, "x:11: it has 0 tokens, a pack holds at least one .rule P1"),
+        ("pack_lengths", [3, 0, 3], SequenceError, "x:11: it has 0 tokens, but a pack needs at least one .rule P1"),
         ("pack_lengths", [3, -1, 4], SequenceError, "x:11: it has -1 tokens"),
         ("pack_lengths", [2**63 - 1, 1, 2], SequenceError, "x:10: it has 9223372036854775807 tokens"),
         ("pack_lengths", [3, 1, 1], FormatError, "should have 5 ids"),
         ("pack_lengths", [3, 3], FormatError, "2 pack lengths, but 3 sequence counts"),
         ("pack_lengths", [[3, 1, 2]], FormatError, "has shape"),
         ("pack_lengths", [3.0, 1, 2], FormatError, "expected integers"),
-        ("pack_sequences", [2, 0, 2], SequenceError, "x:11: no sequence starts, the first must be 0 .rule P2"),
+        (
+            "pack_sequences",
+            [2, 0, 2],
+            SequenceError,
+            "x:11: it has no sequence starts, but needs at least a first one at 0 .rule P2",
+        ),
         ("pack_sequences", [2, 1, 2**62], SequenceError, "x:12: sequence starts run out"),
         ("pack_sequences", [1, 1, 1], FormatError, "and 3 sequence starts; found 6, 6 and 4"),
-        ("seq_starts", [1, 2, 0, 0], SequenceError, "x:10: first sequence starts at 1, expected 0 .rule P2"),
-        ("seq_starts", [0, 0, 0, 0], SequenceError, "x:10: sequence 1 starts at 0, not after 0 .rule P3"),
-        ("seq_starts", [0, 3, 0, 0], SequenceError, "x:10: sequence 1 starts at 3, the pack has 3 tokens .rule P4"),
+        ("seq_starts", [1, 2, 0, 0], SequenceError, "x:10: the first sequence starts at 1, expected 0 .rule P2"),
+        ("seq_starts", [0, 0, 0, 0], SequenceError, "x:10: sequence 1 starts at 0, expected a start after 0 .rule P3"),
+        ("seq_starts", [0, 3, 0, 0], SequenceError, "x:10: sequence 1 starts at 3, but the pack has 3 tokens .rule P4"),
         ("seq_starts", [0, -(2**63), 0, 0], SequenceError, "x:10: sequence 1 starts at -9223372036854775808"),
-        ("seq_starts", np.array([0, 2**63, 0, 0], np.uint64), FormatError, "far outside"),
+        ("seq_starts", np.array([0, 2**63, 0, 0], np.uint64), FormatError, "too large for an id"),
         ("tokens", [1, 2, 3, 4, 5], FormatError, "found 5, 6 and 4"),
-        ("tokens", [1, 2, 3, 4, -5, 6], SequenceError, "x:12: position 0 has id -5, the token dtype holds 0 to 2147"),
+        (
+            "tokens",
+            [1, 2, 3, 4, -5, 6],
+            SequenceError,
+            "x:12: position 0 has id -5, but the token dtype stores 0 to 2147",
+        ),
         ("tokens", [1, 2, 3, 4, 5, 2**31], SequenceError, "x:12: position 1 has id 2147483648"),
         ("tokens", ["a"] * 6, FormatError, "expected integers"),
-        ("loss_mask", [0, 0, 0, 0, 2, 0], SequenceError, "x:12: position 0 has loss mask 2, .* holds 0 and 1"),
+        ("loss_mask", [0, 0, 0, 0, 2, 0], SequenceError, "x:12: position 0 has loss mask 2, .* stores 0 and 1"),
         ("loss_mask", [0, 0, 0.5, -0.5, 0, 0], SequenceError, "x:11: position 0 has loss mask -0.5"),
         ("loss_mask", [0, float("nan"), 0, 0, 0, 0], SequenceError, "x:10: position 1 has loss mask nan"),
         ("loss_mask", [0, 1e39, 0, 0, 0, 0], SequenceError, "finite weight"),
@@ -158,9 +168,9 @@ def test_dtypes_are_kept_or_those_asked_for() -> None:
     run = checked_run("x", 0, PackRun(**small))
     assert run.tokens.tolist() == columns["tokens"].tolist()
     assert run.loss_mask.dtype == np.uint8
-    with pytest.raises(SequenceError, match="has id 65536, the token dtype holds 0 to 65535"):
+    with pytest.raises(SequenceError, match="has id 65536, but the token dtype stores 0 to 65535"):
         checked_run("x", 0, PackRun(**(columns | {"tokens": [65536] * 6})), token_dtype=np.uint16)
-    with pytest.raises(SequenceError, match=r"has loss mask 0.5, the mask dtype holds 0 and 1"):
+    with pytest.raises(SequenceError, match=r"has loss mask 0.5, but the mask dtype stores 0 and 1"):
         checked_run("x", 0, PackRun(**(columns | {"loss_mask": [0.5] + [0] * 5})), mask_dtype=np.uint8)
 
 
@@ -203,7 +213,7 @@ def column(per: Per, values: NDArray[Any]) -> Column:
 
 
 def with_columns(packs: list[Sample]) -> PackRun:
-    """These packs, with columns whose values tell their place."""
+    """Return these packs, with columns whose values show their place."""
     run = run_of(packs)
     columns = {
         "place": column("token", np.arange(len(run.tokens))),
@@ -247,25 +257,25 @@ NEED_PYARROW = {"parquet", "save_to_disk"}
 
 @pytest.mark.parametrize("name", [name for name in WRITABLE if name not in NEED_PYARROW or find_spec("pyarrow")])
 def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: Path, name: str) -> None:
-    if name in CARRIES:  # columns are announced to it, and others are no loss but a mistake
+    if name in CARRIES:  # it gets the specs of columns; other columns are an error, not a loss
         for lossy in (False, True):
             with (
-                pytest.raises(FormatError, match="other columns than were announced"),
+                pytest.raises(FormatError, match="other columns than the spec of this writer"),
                 create(str(tmp_path / "x"), name, spec_of(PACKS), lossy=lossy) as writer,
             ):
                 writer.write(with_columns(PACKS))
             assert os.listdir(tmp_path) == []
         return
-    if name != "pbin":  # which is not written at all without leave to lose
+    if name != "pbin":  # it is never written without permission to lose data
         with (
-            pytest.raises(FormatError, match=f"columns number, place, row: {name} has no place for them"),
+            pytest.raises(FormatError, match=f"{name} cannot store columns: number, place, row"),
             create(str(tmp_path / "x"), name, spec_of(PACKS)) as writer,
         ):
             writer.write(with_columns(PACKS))
         assert os.listdir(tmp_path) == []
     with create(str(tmp_path / "x"), name, spec_of(PACKS), lossy=True) as writer:
         writer.write(with_columns(PACKS))
-    assert writer.lost["columns"] == "columns number, place, row: the format has no place for them"
+    assert writer.lost["columns"] == "columns number, place, row: the format cannot store them"
 
 
 @given(samples(least=1), st.integers(1, 60))

@@ -1,4 +1,4 @@
-"""Pre-packed JSONL chunks: ours, and as a producer dumps them."""
+"""Packed JSONL chunks, written by this package and by other producers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, line_bounds, r
 
 
 def produced(pack: Sample, **changes: Any) -> dict[str, Any]:
-    """A pack as a producer has it: sequences end to end, a label where a token is trained on."""
+    """Return a pack in a producer's form: concatenated sequences, and a label for each trained token."""
     lengths = [b - a for a, b in pairwise(pack.bounds)]
     row = {
         "input_ids": pack.tokens,
@@ -68,7 +68,7 @@ def test_packs_come_back(packs: list[Sample], pieces: int, chunk: int) -> None:
 @given(any_packs())
 @settings(max_examples=25, deadline=None)
 def test_lines_are_those_of_a_producer(packs: list[Sample]) -> None:
-    """But for labels of first tokens, which a label-aligned mask has no place for."""
+    """The exception is labels of first tokens, which a label-aligned mask cannot represent."""
     with tempfile.TemporaryDirectory() as scratch:
         write_packs(Writer, Path(scratch, "x"), packs, samples_per_chunk=1000)
         lines = Path(scratch, "x", "chunk_00000.jsonl").read_text().splitlines()
@@ -90,7 +90,7 @@ def test_same_packs_same_bytes(tmp_path: Path) -> None:
         assert len({(tmp_path / f"{pieces}" / name).read_bytes() for pieces in (1, 2, 23)}) == 1, name
 
 
-# ---- folders of others ----
+# ---- folders of other programs ----
 
 
 def test_a_producers_folder(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_chunks_go_by_number_past_99999(tmp_path: Path) -> None:
     assert folder_of(folder)[0] == "chunk_100000.jsonl"
     reader = Reader(folder)
     assert_reads(reader, packs)
-    assert reader.notes[0].startswith("chunks 0 to 99997 are not here: freed by their producer")
+    assert reader.notes[0].startswith("chunks 0 to 99997 are missing: their producer")
 
 
 def test_gaps_are_errors(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_fields_of_others_empty_lines_and_empty_chunks_are_passed_over(tmp_path:
     write_chunk(folder / "chunk_00000.jsonl", [])
     write_chunk(folder / "chunk_00001.jsonl", [produced(p, channel="a", images=None) for p in packs[:2]])
     with open(folder / "chunk_00001.jsonl", "a") as file:
-        file.write("\n\n" + json.dumps(produced(packs[2])))  # whole, if without a newline
+        file.write("\n\n" + json.dumps(produced(packs[2])))  # complete, but without a newline
     assert_reads(Reader(folder), packs)
     assert recognise(str(folder))
 
@@ -154,7 +154,7 @@ def test_blank_lines_are_passed_over_whatever_they_are_made_of(tmp_path: Path) -
     assert_reads(reader, packs)
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def test_a_line_of_what_is_no_white_space_in_json_is_no_blank_line(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_line_that_is_being_written_is_told(tmp_path: Path, cut: int) -> None:
     path = folder / "chunk_00002.jsonl"
     raw = path.read_bytes()
     path.write_bytes(raw + raw[:-1][:-cut])
-    with pytest.raises(FormatError, match=r"chunk_00002\.jsonl:2: .*still being written, or was torn"):
+    with pytest.raises(FormatError, match=r"chunk_00002\.jsonl:2: .*still being written, or its producer died"):
         Reader(folder)
     path.write_bytes(raw + bytes(100))
     with pytest.raises(FormatError, match="still being written"):
@@ -192,7 +192,7 @@ def test_a_chunk_that_is_cut_short_under_a_reader_is_told(tmp_path: Path) -> Non
     folder = write_chunks(tmp_path / "x", demo_samples(), 9)
     reader = Reader(folder)
     (folder / "chunk_00000.jsonl").write_bytes(b"")
-    with pytest.raises(FormatError, match="cut short"):
+    with pytest.raises(FormatError, match="truncated"):
         reader.read(3)
 
 
@@ -202,25 +202,25 @@ PACK = sample_of([2, 1, 3], lambda p: p % 2, lambda p: p + 50)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pack_length": 5}, "pack_length is 5, the sum of lengths is 6"),
+        ({"pack_length": 5}, "pack_length is 5, but the sum of lengths is 6"),
         ({"pack_length": 6.0}, "pack_length is 6.0"),
-        ({"num_samples": 2}, "num_samples is 2, there are 3 lengths"),
+        ({"num_samples": 2}, "num_samples is 2, but there are 3 lengths"),
         ({"num_samples": True}, "num_samples is True"),
-        ({"lengths": [2, 1, 2]}, "input_ids has as many entries: 6, the sum of lengths is 5"),
+        ({"lengths": [2, 1, 2]}, "input_ids has 6 entries, but the sum of lengths is 5"),
         ({"lengths": [2, 0, 4]}, "expected one or more sequences"),
         ({"lengths": []}, "expected one or more sequences"),
         ({"lengths": [2, -3, 7]}, "expected one or more sequences"),
         ({"lengths": [2**62, 2**62, 2**62]}, "expected one or more sequences"),
-        ({"lengths": [2**63]}, "far outside"),
-        ({"labels": [-100] * 5}, "labels has as many entries: 5"),
-        ({"labels": [-100, 51, -100, 53, -100, 56]}, r"labels\[5\] is 56 where input_ids has 55"),
-        ({"labels": [51, 52, 53, 54, 55, -100]}, "shifted"),
+        ({"lengths": [2**63]}, "too large for an id or a length"),
+        ({"labels": [-100] * 5}, "labels has 5 entries"),
+        ({"labels": [-100, 51, -100, 53, -100, 56]}, r"labels\[5\] is 56, but input_ids\[5\] is 55"),
+        ({"labels": [51, 52, 53, 54, 55, -100]}, "undo any shift"),
         ({"position_ids": [0, 1, 2, 3, 4, 5]}, r"position_ids\[2\] is 2, expected 0"),
-        ({"position_ids": [[0, 1], 0, 0, 1, 2, 3]}, "position_ids is no list of whole numbers"),
-        ({"input_ids": [1.5] * 6}, "input_ids is no list"),
-        ({"input_ids": [True] * 6}, "input_ids is no list"),
-        ({"input_ids": "123456"}, "input_ids is no list"),
-        ({"input_ids": [2**64 - 1] * 6}, "far outside"),
+        ({"position_ids": [[0, 1], 0, 0, 1, 2, 3]}, "position_ids is not a list of whole numbers"),
+        ({"input_ids": [1.5] * 6}, "input_ids is not a list"),
+        ({"input_ids": [True] * 6}, "input_ids is not a list"),
+        ({"input_ids": "123456"}, "input_ids is not a list"),
+        ({"input_ids": [2**64 - 1] * 6}, "too large for an id or a length"),
         ({"input_ids": [2**31, 51, 52, 53, 54, 55]}, "P8"),
         ({"input_ids": [-1, 51, 52, 53, 54, 55]}, "P8"),
     ],
@@ -244,7 +244,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     row = produced(PACK)
     del row[name]
     path = write_chunk(tmp_path / "chunk_00000.jsonl", [row])
-    with pytest.raises(SequenceError, match=f"no {name};"):
+    with pytest.raises(SequenceError, match=f"{name} missing;"):
         Reader(path).read(0)
     assert not recognise(str(path))
 
@@ -263,19 +263,19 @@ def test_other_lines_are_refused(tmp_path: Path, line: str, reason: str) -> None
     path.write_text(line + "\n")
     with pytest.raises(SequenceError, match=reason) as caught:
         Reader(path).read(0)
-    assert "chunk_00000.jsonl, pack 0 in it" in str(caught.value)
+    assert "chunk_00000.jsonl, its pack 0" in str(caught.value)
     assert not recognise(str(path))
     assert not recognise(str(tmp_path))
 
 
 def test_what_is_no_chunk_at_all(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no chunks in it, expected files named chunk_00000\.jsonl"):
+    with pytest.raises(FormatError, match=r"no chunks, expected files named chunk_00000\.jsonl"):
         Reader(tmp_path)
-    with pytest.raises(FormatError, match="not there"):
+    with pytest.raises(FormatError, match="not found"):
         Reader(tmp_path / "missing.jsonl")
     assert not recognise(str(tmp_path))
     assert not recognise(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(FormatError, match="shifted once here in any case"):
+    with pytest.raises(FormatError, match="always shifted once on reading"):
         Reader(write_chunks(tmp_path / "x", demo_samples(), 9), mask_alignment="rolled-right")
 
 
@@ -360,7 +360,7 @@ def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
 
 
 def test_a_first_line_of_any_length_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a long pack with wide columns of tokens: it is not read to its end."""
+    """The line of a long pack with wide columns of tokens is recognised without reading it completely."""
     monkeypatch.setattr(jsonl_chunks, "_MAX_HEAD_NBYTES", 300)
     path = write_chunk(tmp_path / "x" / "chunk_00000.jsonl", [produced(PACK, columns={"topk": [[1] * 99] * 6})])
     assert recognise(str(path))

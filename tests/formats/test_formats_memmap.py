@@ -1,4 +1,4 @@
-"""Folders of padded arrays, ours and made by open_memmap, read in one process and in many."""
+"""Folders of padded arrays, written by this package or by open_memmap, read in one process and in many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sft_idx.formats.packed_dataset import open_dataset
 
 
 def read_in_workers(folder: Path, context: str) -> list[dict[str, Any]]:
-    """Two epochs through a DataLoader with four workers that live on; of the second one what was read."""
+    """Read two epochs with a DataLoader with four persistent workers, and return the second one."""
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
@@ -38,13 +38,13 @@ def read_in_workers(folder: Path, context: str) -> list[dict[str, Any]]:
     return packs
 
 
-# A spawned worker imports torch anew, which takes seconds.
+# A spawned worker imports torch again, which takes seconds.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_four_persistent_workers_read_every_pack(tmp_path: Path, context: str) -> None:
     packs = demo_samples(100)
     write_packs(Writer, tmp_path / "x", packs)
-    open_dataset(tmp_path / "x")[0]  # what the parent has open must not harm the children
+    open_dataset(tmp_path / "x")[0]  # open files of the parent must not harm the children
     for found, expected in zip(read_in_workers(tmp_path / "x", context), packs, strict=True):
         assert_is(found, expected)
 
@@ -104,7 +104,7 @@ def test_other_dtypes_and_byte_orders(tmp_path: Path) -> None:
 
 
 def test_padding_is_told_by_lengths_and_never_by_values(tmp_path: Path) -> None:
-    """A pack that ends in zeros keeps them, and what is behind a pack's end may be anything."""
+    """A pack that ends in zeros keeps them, and values after a pack's end can be anything."""
     packs = [sample_of([4], lambda p: 0, lambda p: [7, 0, 0, 0][p])]
     arrays = expected_arrays(packs, 6)
     arrays["input_ids"][0, 4:], arrays["loss_mask"][0, 4:] = -5, 77
@@ -126,8 +126,8 @@ def test_rolled_masks_are_rolled_back(tmp_path: Path) -> None:
         ("packed_len", lambda a: np.where(np.arange(7) == 4, 31, a), "packed_len is 31, expected 1 to 30"),
         ("packed_len", lambda a: np.where(np.arange(7) == 4, 2**32 - 1, a), "packed_len is 4294967295"),
         ("packed_len", lambda a: np.where(np.arange(7) == 4, -3, a.astype(np.int64)), "packed_len is -3"),
-        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, a[4], a), "seq_offsets 10, 10"),
-        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, 2**32 - 1, a), "seq_offsets 10, 4294967295"),
+        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, a[4], a), "seq_offsets are 10, 10"),
+        ("seq_offsets", lambda a: np.where(np.arange(8) == 5, 2**32 - 1, a), "seq_offsets are 10, 4294967295"),
         ("seq_starts", lambda a: np.where(np.arange(len(a)) == 10, 1, a), "P2"),
         ("input_ids", lambda a: a - (np.arange(7) == 4)[:, None] * 10**4, "P8"),
         ("loss_mask", lambda a: a + (np.arange(7) == 4)[:, None] * np.uint8(2), "P7"),
@@ -169,7 +169,7 @@ def test_folders_that_do_not_add_up_are_refused(tmp_path: Path, changes: dict[st
 
 
 def npy(shape: str, descr: str = "'<i4'", order: str = "False") -> bytes:
-    """A header that says anything, and a few bytes of data."""
+    """Return a header with any values, and a few bytes of data."""
     text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}".ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + bytes(840)
 
@@ -177,7 +177,7 @@ def npy(shape: str, descr: str = "'<i4'", order: str = "False") -> bytes:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (npy("(7, 30)", "'|O'"), "never unpickled"),
+        (npy("(7, 30)", "'|O'"), "not unpickled"),
         (npy("(7, 30)", "[('a', '<i4')]"), "expected numbers"),
         (npy("(7, 9223372036854775808)"), "expected 258254417031933722752"),
         (npy("(4611686018427387904, 4)"), "bytes, expected"),
@@ -243,7 +243,7 @@ def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     assert folder_of(tmp_path) == []
     write_packs(Writer, tmp_path / "x", packs, spec=spec, lossy=True)
     assert Reader(tmp_path / "x").read(1)["loss_mask"].tolist() == [1, 1, 0]
-    with pytest.raises(SequenceError, match="nothing is truncated"):
+    with pytest.raises(SequenceError, match="packs are not truncated"):
         write_packs(Writer, tmp_path / "y", packs, spec={**spec, "capacity": 2}, lossy=True)
 
 

@@ -1,4 +1,4 @@
-"""The writer of padded memmap folders by its own interface: five arrays, rules, memory."""
+"""The writer of padded memmap folders, used directly: five arrays, rules, memory."""
 
 from __future__ import annotations
 
@@ -55,20 +55,18 @@ def test_all_five_arrays_come_back(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_masks_are_stored_as_they_come(tmp_path: Path) -> None:
-    """All ones has values at sequence ends; they are the caller's, and readers want to know what they mean."""
+    """A mask of all ones has values at sequence ends. They are stored, and readers need to know the alignment."""
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         writer = MemmapShardWriter(folder, num_bins=2, pack_size=64, total_seq_starts=4)
         for i in range(2):
             mask = np.ones(50, np.uint8)
-            mask[24] = i  # one of the four sequences ends as a label-aligned mask does
+            mask[24] = i  # one of the four sequences ends like in a label-aligned mask
             writer.write_bin(i, np.arange(50, dtype=np.int32), mask, np.array([0, 25], np.uint32))
         assert "mask_alignment" not in writer.finalize()
         assert loaded(Path(folder))["loss_mask"][:, :50].sum() == 99
         reader = Reader(folder)
         assert [int(run.loss_mask.sum()) for run in reader.runs()] == [96]
-        assert reader.notes == [
-            "3 loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
-        ]
+        assert reader.notes == ["3 loss mask values at the end of a sequence were set to 0, because no token follows"]
 
 
 def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
@@ -79,16 +77,16 @@ def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
     assert_is(Reader(tmp_path / "x").read(0), pack)
     with pytest.raises(FormatError, match="once more"):
         Reader(tmp_path / "x", mask_alignment="token")
-    with pytest.raises(FormatError, match="'rolled', choose one of label, token, rolled-right"):
+    with pytest.raises(FormatError, match="unknown mask alignment 'rolled'; choose one of label, token, rolled-right"):
         MemmapShardWriter(tmp_path / "y", 1, 9, 2, mask_alignment="rolled")  # type: ignore[arg-type]
 
 
 def test_packs_come_with_the_columns_that_the_writer_was_opened_for(tmp_path: Path) -> None:
-    """Their arrays have their whole length from the start, and would read as zeros."""
+    """Their arrays have full length from the start, and missing values would read as zeros."""
     pack = Sample([5, 6, 7], [0, 1, 1], [0, 2])
     column = Column(ColumnSpec("sequence", np.float32), np.array([1.5, 2.5], np.float32))
     with MemmapShardWriter(tmp_path / "x", 1, 9, 2, columns={"grade": column.spec}) as writer:
-        with pytest.raises(FormatError, match="other columns than were announced"):
+        with pytest.raises(FormatError, match="other columns than the spec of this writer"):
             write_bins(writer, [pack])
         writer.write(dataclasses.replace(run_of([pack]), columns={"grade": column}))
         writer.finalize()
@@ -118,7 +116,7 @@ GOOD: dict[str, Any] = {"bin_id": 0, "input_ids": [5, 6, 7], "loss_mask": [0, 1,
         ({"seq_start_id": [0, 0]}, SequenceError, "P3"),
         ({"seq_start_id": [0, 3]}, SequenceError, "P4"),
         ({"seq_start_id": [0, 1, 2], "input_ids": [1] * 4, "loss_mask": [0] * 4}, FormatError, "and 2 more sequences"),
-        ({"input_ids": [1] * 5, "loss_mask": [0] * 5}, SequenceError, "5 tokens in rows of 4"),
+        ({"input_ids": [1] * 5, "loss_mask": [0] * 5}, SequenceError, "5 tokens, but rows have 4"),
     ],
 )
 def test_a_pack_that_breaks_a_rule_is_refused_and_leaves_no_trace(
@@ -170,7 +168,7 @@ def test_impossible_sizes_are_refused(tmp_path: Path, arguments: tuple[Any, ...]
 
 
 def test_a_full_disk_is_an_error_when_the_writer_opens(tmp_path: Path) -> None:
-    for rows in (2**27, 2**31):  # an exbibyte, and more than a file's size can say
+    for rows in (2**27, 2**31):  # an exbibyte, and more than a file size can represent
         with pytest.raises(OSError, match=r"input_ids\.npy") as caught:
             MemmapShardWriter(tmp_path / "x", rows, 2**31 - 1, rows)
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
@@ -178,7 +176,7 @@ def test_a_full_disk_is_an_error_when_the_writer_opens(tmp_path: Path) -> None:
 
 
 def test_the_space_is_reserved_and_the_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()  # as a temporary directory is there already
+    (tmp_path / "x").mkdir()  # exists already, like a temporary directory
     writer = MemmapShardWriter(tmp_path / "x", 100, 1000, 100)
     assert folder_of(tmp_path / "x") == []
     (hidden,) = (entry for entry in tmp_path.iterdir() if entry.name != "x")
@@ -213,7 +211,7 @@ def test_a_folder_with_files_of_others_is_kept(tmp_path: Path) -> None:
     with MemmapShardWriter(tmp_path / "y", 1, 4, 2) as late:
         late.write_bin(**GOOD)
         (tmp_path / "y" / "mine").write_text("x")
-        with pytest.raises(FormatError, match="holds mine, a file of 1 bytes"):
+        with pytest.raises(FormatError, match="found mine, a file of 1 bytes"):
             late.finalize()
     assert (folder_of(tmp_path / "x"), folder_of(tmp_path / "y")) == (["mine"], ["mine"])
     assert folder_of(tmp_path) == ["x", "y"]
@@ -226,7 +224,7 @@ def test_a_folder_of_the_format_may_be_replaced(tmp_path: Path) -> None:
     write_good(tmp_path / "x", overwrite=True)
     assert "first" not in json.loads((tmp_path / "x" / "manifest.json").read_text())
     assert (folder_of(tmp_path), folder_of(tmp_path / "x")) == (["x"], WHOLE)
-    # An array that the manifest does not speak of is another's, and without a manifest so are all.
+    # An array that the manifest does not list belongs to another program; without a manifest, all arrays do.
     for name in ("embeddings.npy", "grade.col.npy"):
         np.save(tmp_path / "x" / name, np.ones(3))
         with pytest.raises(FormatError, match=f"x: expected .*, found {re.escape(name)}, a file of"):
@@ -244,7 +242,7 @@ NBYTES = NUM_PACKS * PACK * 5
 
 
 class Accumulating:
-    """What such a writer must not be: it keeps every pack until the end."""
+    """A bad writer for comparison: it keeps every pack until the end."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -277,7 +275,7 @@ def heap_growth(kind: Any, folder: Path) -> int:
 
 
 def rss_growth(kind: Any, folder: Path) -> int:
-    """How far the resident set of a fresh process grows while it writes: its high-water mark, in bytes."""
+    """Return the growth of the peak resident set of a new process while it writes, in bytes."""
     code = (
         f"import re, {__name__} as t\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) << 10\n"

@@ -1,4 +1,4 @@
-"""Packed Parquet: ours, and as pyarrow writes it for others."""
+"""Packed Parquet, written by this package and by pyarrow like other tools."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_file_is_what_bridge_and_nemotron_read(tmp_path: Path) -> None:
     assert table["loss_mask"].to_pylist() == [p.label_mask for p in packs]
 
 
-# ---- files of others ----
+# ---- files of other tools ----
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip", "none"])
@@ -123,7 +123,7 @@ def test_a_stated_alignment_is_not_shifted_again(tmp_path: Path) -> None:
 def test_masks_set_at_sequence_ends_are_cleared_and_counted(tmp_path: Path) -> None:
     packs = demo_samples()
     masks = [[1] * len(p.tokens) for p in packs]
-    masks[-1][-1] = 0  # else all sequences would end in 1, as those of a token-aligned mask do
+    masks[-1][-1] = 0  # otherwise all sequences would end in 1, as in a token-aligned mask
     pq.write_table(table_of(packs, masks=masks), tmp_path / "x")
     reader = Reader(tmp_path / "x")
     ends = sum(len(p.starts) for p in packs) - 1

@@ -1,4 +1,4 @@
-"""Parquet that breaks a rule, is damaged, or attacks; and a writer that must leave nothing behind."""
+"""Parquet that breaks a rule, is damaged or malicious; and a writer that must leave no files after an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.formats.parquet import Reader, Writer, recognise
 
 
 def broken(**columns: Any) -> pa.Table:
-    """Two good packs, then one with these columns in place of its own."""
+    """Return a table of two valid packs and one with these columns replaced."""
     good = [sample_of([2, 1], lambda p: 0, lambda p: p)] * 2
     values = {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 0], "seq_start_id": [0], **columns}
     rows = {
@@ -39,8 +39,8 @@ def broken(**columns: Any) -> pa.Table:
     [
         ({"input_ids": None}, "input_ids is null"),
         ({"loss_mask": None}, "loss_mask is null"),
-        ({"input_ids": [7, None, 9]}, "input_ids holds a null"),
-        ({"seq_start_id": [0, None]}, "seq_start_id holds a null"),
+        ({"input_ids": [7, None, 9]}, "input_ids contains a null"),
+        ({"seq_start_id": [0, None]}, "seq_start_id contains a null"),
         ({"loss_mask": [0, 1]}, "3 in input_ids, 2 in loss_mask"),
         ({"input_ids": [], "loss_mask": []}, "P1"),
         ({"seq_start_id": []}, "P2"),
@@ -120,7 +120,7 @@ def test_nothing_is_left_where_writing_ends_early(tmp_path: Path) -> None:
 
 
 def outcome(path: Path) -> list[Any] | None:
-    """What a file reads as; None where an error of ours says that it does not."""
+    """Return the content of a file, or None if reading it is one of our errors."""
     try:
         reader = Reader(path)
         packs = [{k: v.tolist() for k, v in reader.read(i).items()} for i in range(len(reader))]
@@ -193,7 +193,7 @@ def test_a_longest_pack_that_is_not_the_longest_is_seen_in_either_way_of_reading
     pq.write_table(table.replace_schema_metadata({parquet.KEY: orjson.dumps(stated)}), tmp_path / "x")
     reader = Reader(tmp_path / "x")
     for use in (lambda: reader.read(1), lambda: list(reader.runs())):
-        with pytest.raises(SequenceError, match=r"x:1: 9 tokens, the file states a capacity of 8 \(rule P1\)"):
+        with pytest.raises(SequenceError, match=r"x:1: 9 tokens, but the capacity of the file is 8 \(rule P1\)"):
             use()
 
 

@@ -1,4 +1,4 @@
-"""Legacy .npy files are read whole and exact, and never get to run anything."""
+"""Legacy .npy files are read completely and exactly, and can never execute code."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_shard_survives_the_way_through_a_legacy_file(tmp_path: Path, data: st
     write_samples(tmp_path / "x", expected, overwrite=True, mask_dtype=np.float32 if weights else np.uint8)
     convert(str(tmp_path / "x"), str(tmp_path / "x.npy"), "npy", ConvertOptions(overwrite=True))
     assert_same(read_legacy(tmp_path / "x.npy"), expected)
-    # Others read it as they always have.
+    # Other programs read it as before.
     assert len(np.load(tmp_path / "x.npy", allow_pickle=True)) == len(expected)
 
 
 def objects(values: list[Any]) -> Any:
-    """An array of just these objects; numpy would look into them."""
+    """Return an array of these objects; numpy itself would convert them."""
     array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
         array[i] = value
@@ -97,7 +97,7 @@ def test_a_mask_at_the_end_of_a_sequence_counts_for_nothing(tmp_path: Path) -> N
 
 def test_no_packs_are_packs(tmp_path: Path) -> None:
     assert_same(read_legacy(save(tmp_path / "x.npy", [])), [])
-    np.save(tmp_path / "y.npy", [])  # of float64, as numpy has it
+    np.save(tmp_path / "y.npy", [])  # float64 is numpy's default
     assert recognise(str(tmp_path / "y.npy"))
     assert_same(read_legacy(tmp_path / "y.npy"), [])
 
@@ -114,15 +114,15 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "seq_start_id": [0, 1]}
         (GOOD | {"loss_mask": [1, 0]}, "3 in input_ids, 2 in loss_mask"),
         (GOOD | {"input_ids": [1, 2, 2**31]}, "position 2 has id 2147483648"),
         (GOOD | {"input_ids": [1, -2, 3]}, "position 1 has id -2"),
-        (GOOD | {"input_ids": [1.5, 2, 3]}, "input_ids is no list of numbers"),
-        (GOOD | {"input_ids": "abc"}, "input_ids is no list of numbers"),
-        (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is no list of numbers"),
+        (GOOD | {"input_ids": [1.5, 2, 3]}, "input_ids is not a list of numbers"),
+        (GOOD | {"input_ids": "abc"}, "input_ids is not a list of numbers"),
+        (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is not a list of numbers"),
         (GOOD | {"loss_mask": [1, float("nan"), 0]}, "position 1 has loss mask nan"),
         (GOOD | {"loss_mask": [1, -1, 0]}, "position 1 has loss mask -1"),
         (GOOD | {"seq_start_id": []}, "no sequence starts"),
         (GOOD | {"seq_start_id": [1]}, "starts at 1, expected 0"),
-        (GOOD | {"seq_start_id": [0, 2, 2]}, "sequence 2 starts at 2, not after 2 .rule P3"),
-        (GOOD | {"seq_start_id": [0, 3]}, "sequence 1 starts at 3, the pack has 3 tokens"),
+        (GOOD | {"seq_start_id": [0, 2, 2]}, "sequence 2 starts at 2, expected a start after 2 .rule P3"),
+        (GOOD | {"seq_start_id": [0, 3]}, "sequence 1 starts at 3, but the pack has 3 tokens"),
     ],
 )
 def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -133,7 +133,7 @@ def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:
 
 
 class Attack:
-    """Calls a function with arguments when it is unpickled."""
+    """An object that calls a function with arguments when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -160,7 +160,7 @@ def test_an_attack_is_refused(tmp_path: Path, attack: Any, protocol: int) -> Non
     np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
     pickle.dump([GOOD | {"input_ids": attack(tmp_path / "made")}], file, protocol=protocol)
     path.write_bytes(file.getvalue())
-    with pytest.raises(FormatError, match=r"its pickle calls .*refused"):
+    with pytest.raises(FormatError, match=r"its pickle calls .*rejected"):
         read_legacy(path)
     assert os.listdir(tmp_path) == ["x.npy"]
 
@@ -178,7 +178,7 @@ def pickled(*opcodes: bytes) -> bytes:
         b"not a numpy file",
         pickled(b"]")[:-2],
         pickled(b"N"),
-        # An array whose state lies about its dtype, its shape and its data.
+        # An array whose state has a false dtype, shape and data.
         pickle.dumps(np.arange(3)),
         pickled(b"cnumpy\nndarray\n", b")R", b"(K\x01K\x07\x85cnumpy\ndtype\n", b"U\x02O8\x85R\x88U\x04abcdtb"),
         pickled(
@@ -187,7 +187,7 @@ def pickled(*opcodes: bytes) -> bytes:
         pickled(b"cnumpy\ndtype\n", b"U\x02V9\x85R"),
         pickled(b"cnumpy\nndarray\n", b")R", b"K\x05b"),
         pickled(b"cnumpy\ndtype\n", b"U\x02i4\x85R", b"}U\x05_nameU\x02O8sb"),
-        # Ten bytes for which an unpickler would fill 32 GiB.
+        # Ten bytes for which an unpickler would allocate 32 GiB.
         pickled(b"Nr\xff\xff\xff\x7f"),
         pickled(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R"),
         # An array, and a dtype, whose __init__ was not called.
@@ -217,7 +217,7 @@ def test_a_pickle_changes_nothing_that_it_names(tmp_path: Path) -> None:
 
 def test_an_array_of_numbers_is_no_list_of_packs(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(3))
-    with pytest.raises(FormatError, match="an array of int64, expected one of objects"):
+    with pytest.raises(FormatError, match="an array of int64, expected an array of objects"):
         read_legacy(tmp_path / "x.npy")
 
 

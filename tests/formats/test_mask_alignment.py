@@ -1,4 +1,4 @@
-"""Token-aligned masks are never taken for label-aligned ones, in any format that does not say which they are."""
+"""Token-aligned masks are never mistaken for label-aligned ones, in all formats that do not record the alignment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sft_idx.formats.memmap import MemmapShardWriter
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 
 Write = Callable[[Path, list[Sample]], None]
-# Two sequences a pack, each with an answer that is trained to its end.
+# Two sequences per pack, each with an answer that is trained to its end.
 PACKS = [sample_of([5, 4], lambda position: int(position % 5 > 2), lambda position: position) for _ in range(6)]
 LABELS = [0, 0, 1, 1, 0, 0, 0, 1, 0]
 
@@ -65,7 +65,7 @@ def test_token_aligned_masks_are_not_taken_for_labels(write: Write, tmp_path: Pa
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_one_sequence_that_ends_as_labels_do_is_enough(write: Write, tmp_path: Path) -> None:
-    """Then nothing tells, and what the caller says holds; values at ends of sequences are left out and counted."""
+    """Then the caller's choice applies, because the alignment is unknown. Values at ends are dropped and counted."""
     label_aligned = Sample(PACKS[0].tokens, [0, 0, 1, 1, 1, 0, 0, 1, 0], PACKS[0].starts)
     write(tmp_path / "x", [label_aligned, *PACKS])
     dataset = open_dataset(tmp_path / "x")

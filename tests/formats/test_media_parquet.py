@@ -1,4 +1,4 @@
-"""Images and audio in Parquet: shards there and back byte for byte, files of others, and what is refused."""
+"""Images and audio in Parquet: exact round trips of shards, files of other programs, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows_of(sample: MediaSample) -> list[dict[str, Any]]:
 
 
 def foreign_table(samples: Sequence[MediaSample], media: Any = None, kind: Any = None) -> pa.Table:
-    """As another program would write the packs."""
+    """Return the packs as a table of another program."""
     table = table_of([sample.pack for sample in samples])
     values = [rows_of(sample) for sample in samples] if media is None else media
     return table.append_column("media", pa.array(values, kind or pa.list_(STRUCT)))
@@ -115,7 +115,7 @@ def test_row_groups_are_cut_by_the_bytes_of_files(tmp_path: Path, monkeypatch: p
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    """Of 160 MB of files, written in several row groups, a fraction is in memory at once."""
+    """Only a fraction of 160 MB of files, in several row groups, is in memory at the same time."""
     noise = random.Random(0)
     big = [noise.randbytes(1 << 20) for _ in range(16)]
     items = [[item_of("image", 2 * k, 1, big[(i + k) % 16][i:]) for k in range(4)] for i in range(40)]
@@ -135,7 +135,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert peak < 60 << 20
 
 
-# ---- files of others ----
+# ---- files of other programs ----
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -167,10 +167,10 @@ def verify_findings(prefix: Path) -> list[Any]:
 
 BAD = {
     "an unknown kind": ({"kind": "video"}, r"media\.kind is 'video', expected image or audio \(rule M8\)"),
-    "no kind": ({"kind": None}, r"media\.kind holds a null"),
-    "no start": ({"start": None}, r"media\.start holds a null"),
-    "no length": ({"length": None}, r"media\.length holds a null"),
-    "no bytes": ({"bytes": None}, r"media\.bytes holds a null"),
+    "no kind": ({"kind": None}, r"media\.kind contains a null"),
+    "no start": ({"start": None}, r"media\.start contains a null"),
+    "no length": ({"length": None}, r"media\.length contains a null"),
+    "no bytes": ({"bytes": None}, r"media\.bytes contains a null"),
     "an empty file": ({"bytes": b""}, r"media\.bytes is empty, expected a file"),
     "a negative start": ({"start": -1}, r"media\.start is -1, expected positions of the pack \(rule M6\)"),
     "a huge start": ({"start": 1 << 62}, r"media\.start is 4611686018427387904, expected positions"),
@@ -213,7 +213,7 @@ def test_order_and_masks_are_held_to_the_rules(tmp_path: Path) -> None:
 def test_null_lists_and_null_items_are_refused(tmp_path: Path) -> None:
     good = media_sample([4], [item_of("image", 1, 2)])
     for at, (value, expected) in enumerate(
-        [(None, r"media is null; a pack without images"), ([*rows_of(good), None], r"media holds a null")]
+        [(None, r"media is null; use an empty list"), ([*rows_of(good), None], r"media contains a null")]
     ):
         table = foreign_table([good] * 2, [rows_of(good), value])
         path = write_groups(tmp_path / f"{at}.parquet", table, [2])
@@ -246,7 +246,7 @@ def test_media_that_are_announced_must_be_there(tmp_path: Path) -> None:
     convert(tmp_path / "x", tmp_path / "x.parquet", "parquet")
     table = pq.read_table(tmp_path / "x.parquet")
     pq.write_table(table.drop_columns("media"), tmp_path / "y.parquet")
-    with pytest.raises(FormatError, match="no column media, which its metadata announce"):
+    with pytest.raises(FormatError, match="no column media, although its metadata lists one"):
         convert(tmp_path / "y.parquet", tmp_path / "y", "sft-idx", ConvertOptions(source_format="parquet"))
 
 
@@ -268,7 +268,7 @@ def test_a_damaged_shard_makes_no_file(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_damaged_file_makes_no_shard(tmp_path: Path, seed: int) -> None:
-    """Any changed byte in front of the footer is found, or is one that nothing is read from."""
+    """Any changed byte before the footer is found, or is never read."""
     samples = media_samples(3, 12)
     write_media(tmp_path / "x", samples)
     convert(tmp_path / "x", tmp_path / "x.parquet", "parquet")
@@ -288,10 +288,10 @@ def test_a_damaged_file_makes_no_shard(tmp_path: Path, seed: int) -> None:
 def test_formats_without_a_place_refuse(tmp_path: Path, to: str) -> None:
     write_media(tmp_path / "x", [sample for sample in media_samples(1, 5) if sample.items])
     for lossy in (False, True):
-        with pytest.raises(FormatError, match=f"images and audio: {to} has no place for them"):
+        with pytest.raises(FormatError, match=f"{to} cannot store images and audio"):
             convert(tmp_path / "x", tmp_path / "y", to, ConvertOptions(lossy=lossy))
     convert(tmp_path / "x", tmp_path / "x.parquet", "parquet")
-    with pytest.raises(FormatError, match=f"images and audio: {to} has no place for them"):
+    with pytest.raises(FormatError, match=f"{to} cannot store images and audio"):
         convert(tmp_path / "x.parquet", tmp_path / "y", to)
     assert not list(tmp_path.glob("y*"))
 
@@ -302,7 +302,7 @@ def test_bridge_and_training_on_text_refuse(tmp_path: Path) -> None:
         command("convert", tmp_path / "x", tmp_path / "b.parquet", "--to", "parquet", "--pad-seq-to-mult", 8).code == 1
     )
     convert(tmp_path / "x", tmp_path / "x.parquet", "parquet")
-    with pytest.raises(FormatError, match="holds images or audio"):
+    with pytest.raises(FormatError, match="contains images or audio"):
         as_torch(open_dataset(tmp_path / "x.parquet"))
 
 

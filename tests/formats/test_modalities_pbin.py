@@ -1,4 +1,4 @@
-"""Reading ``.pbin``: files of every generation made byte by byte, damaged, hostile."""
+"""Reading ``.pbin``: files of every generation, written byte by byte, damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Made = Callable[..., str]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    """Writes bytes to a file of a name that says nothing."""
+    """Return a function that writes bytes to a file without a telling name."""
 
     def make(data: bytes, name: str = "data") -> str:
         path = tmp_path / name
@@ -36,7 +36,7 @@ def made(tmp_path: Path) -> Made:
 
 
 def test_every_byte_of_each_generation(made: Made) -> None:
-    """Two documents, [258, 3] and [4], with nothing computed."""
+    """Two documents, [258, 3] and [4], with all bytes written out."""
     index = b"\x80\x02]q\x00(K%cK\x08\x86q\x01K%cK\x04\x86q\x02e."
     small = b"\x80\x02]q\x00(K%cK\x04\x86q\x01K%cK\x02\x86q\x02e."
     files = {
@@ -80,7 +80,7 @@ def test_any_documents(
 
 
 def test_a_header_that_two_generations_could_have_written(made: Made) -> None:
-    # The first token, 2, looks like a token size; and 4 bytes further into the index stands what may begin a pickle.
+    # The first token, 2, looks like a token size; and 4 bytes into the index is a possible start of a pickle.
     documents = [[2], *([[9, 9]] * 14)]
     data = bytearray(pbin_of(documents, generation=1, protocol=4))
     second_byte_of_frame_length = 8 + 4 * 29 + 4
@@ -96,22 +96,22 @@ def test_no_mask_rule_is_a_refusal(made: Made) -> None:
         Reader(path)
     with pytest.raises(FormatError, match="no rule 'assistant'"):
         Reader(path, mask_rule="assistant")  # type: ignore[arg-type]
-    with pytest.raises(FormatError, match="no masks that could be token-aligned"):
+    with pytest.raises(FormatError, match=r"no masks, so mask alignment token does not apply"):
         Reader(path, mask_rule="all", mask_alignment="token")
-    assert any("no loss masks in the file: as asked" in note for note in Reader(path, mask_rule="all").notes)
+    assert any("the file has no loss masks: as requested" in note for note in Reader(path, mask_rule="all").notes)
 
 
 def test_documents_without_tokens_are_left_out_and_said(made: Made) -> None:
     path = made(pbin_of([[], [1, 2], [], [3]]))
     assert documents_of(path) == [[1, 2], [3]]
-    assert "2 documents without a token left out" in Reader(path, mask_rule="all").notes
+    assert "2 documents without tokens were left out" in Reader(path, mask_rule="all").notes
 
 
 def test_gaps_are_left_out_and_said(made: Made) -> None:
     data = header_of(10) + bytes(range(10)) + pickle.dumps([(0, 2), (4, 4)])
     path = made(data)
     assert documents_of(path) == [[256], [1284, 1798]]
-    assert "2 tokens that no document holds left out" in Reader(path, mask_rule="all").notes
+    assert "2 tokens outside all documents were left out" in Reader(path, mask_rule="all").notes
 
 
 def test_ids_past_int32(made: Made) -> None:
@@ -148,7 +148,7 @@ def test_merge_damage_is_found_and_repaired(made: Made, generation: int, token_n
     ):
         Reader(path, mask_rule="all")
     assert documents_of(path, repair_merge=True) == flat(parts)
-    assert "3 documents placed by their lengths: the index was damaged by merging" in (
+    assert "3 documents were located by their lengths, because merging had damaged the index" in (
         Reader(path, mask_rule="all", repair_merge=True).notes
     )
 
@@ -156,7 +156,7 @@ def test_merge_damage_is_found_and_repaired(made: Made, generation: int, token_n
 @given(st.data())
 @settings(max_examples=40)
 def test_merges_of_merges(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any tree of merges, of files that may be empty: damage is found wherever a place is wrong, and set right."""
+    """For any tree of merges, with empty files too, every wrong offset is found and corrected."""
 
     def tree(depth: int) -> tuple[bytes, list[list[int]]]:
         if depth == 0 or data.draw(st.booleans()):
@@ -224,19 +224,22 @@ def test_spans_that_are_no_documents(made: Made, index: list[tuple[int, int]]) -
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        (pickle.dumps([Attack()]), "nothing of it was run"),
-        (pickle.dumps([(0, Attack())], 2), "nothing of it was run"),
-        (b"\x80\x02cbuiltins\neval\n.", "nothing of it was run"),
-        (pickle.dumps([[0, 8]]), "no pickled list of pairs"),
-        (pickle.dumps([(0, 8.0)]), "no pickled list of pairs"),
+        (pickle.dumps([Attack()]), "none of it was executed"),
+        (pickle.dumps([(0, Attack())], 2), "none of it was executed"),
+        (b"\x80\x02cbuiltins\neval\n.", "none of it was executed"),
+        (pickle.dumps([[0, 8]]), "not a pickled list of pairs"),
+        (pickle.dumps([(0, 8.0)]), "not a pickled list of pairs"),
         (pickle.dumps([(0, 2**70)]), "64 bits"),
         (pickle.dumps([(0, 8)]) + b".", "bytes follow"),
-        (pickle.dumps([(0, 4), (4, 12)]), "document 1 has 12 bytes and all documents have 16 bytes together, .* has 8"),
-        (pickle.dumps([(0, 8), (8, 8), (16, 8)]), "data: all documents have 24 bytes together, the data has 8"),
+        (
+            pickle.dumps([(0, 4), (4, 12)]),
+            "document 1 has 12 bytes and all documents together have 16 bytes, but .* has 8",
+        ),
+        (pickle.dumps([(0, 8), (8, 8), (16, 8)]), "data: all documents together have 24 bytes, but the data has 8"),
         (b"\x80\x04]r\xff\xff\xff\xff\x8b\xff\xff\xff\x7f.", "64 bits"),
-        (b"", "no .pbin of any generation"),
-        (b"{}.", "no .pbin of any generation"),
-        (pickle.dumps([(0, 8)])[:-1], "no .pbin of any generation"),
+        (b"", "not a .pbin of any generation"),
+        (b"{}.", "not a .pbin of any generation"),
+        (pickle.dumps([(0, 8)])[:-1], "not a .pbin of any generation"),
     ],
 )
 def test_indexes_that_are_none(
@@ -253,11 +256,11 @@ def test_indexes_that_are_none(
     [
         (b"", "0 bytes that begin with b''"),
         (b"12345678901", "11 bytes"),
-        (header_of(0) + bytes(8) + pickle.dumps([(0, 8)]), "its writer was stopped before the end"),
-        (header_of(6, token_nbytes=3) + bytes(6) + pickle.dumps([(0, 6)]), "no .pbin of any generation"),
+        (header_of(0) + bytes(8) + pickle.dumps([(0, 8)]), "its writer was stopped"),
+        (header_of(6, token_nbytes=3) + bytes(6) + pickle.dumps([(0, 6)]), "not a .pbin of any generation"),
         (header_of(2**63) + bytes(6) + pickle.dumps([(0, 6)]), "expected a header with the length of the data"),
-        (header_of(7) + bytes(7) + pickle.dumps([(0, 7)]), "no .pbin of any generation"),
-        (b'{"a": "text"}\n' * 9, "is something else"),
+        (header_of(7) + bytes(7) + pickle.dumps([(0, 7)]), "not a .pbin of any generation"),
+        (b'{"a": "text"}\n' * 9, "is another kind of file"),
     ],
 )
 def test_files_that_are_none(made: Made, data: bytes, why: str) -> None:

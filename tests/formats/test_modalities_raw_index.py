@@ -1,4 +1,4 @@
-"""Raw indexes over JSON lines: what is a row, what is refused, reading by number, and ranges for many readers."""
+"""Raw indexes of JSON lines: the definition of a row, errors, reading by number, and ranges for many readers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no such file"):
         create_raw_index(tmp_path / "missing.jsonl")
     for folder in (tmp_path, "."):
-        with pytest.raises(FormatError, match="every one has an index of its own"):
+        with pytest.raises(FormatError, match="each file gets its own index"):
             create_raw_index(folder)
     with pytest.raises(FormatError, match="used as both the index and the file to be indexed"):
         create_raw_index(listed.rename(tmp_path / "rows.idx"), overwrite=True)
@@ -153,7 +153,7 @@ def test_the_index_of_a_shard_is_neither_replaced_nor_read(tmp_path: Path) -> No
     for overwrite in (False, True):
         with pytest.raises(FormatError, match=r"rows\.idx: expected a raw index, found .* begins with b'MMIDIDX"):
             create_raw_index(path, overwrite=overwrite)
-    with pytest.raises(FormatError, match=r"an index of Megatron's \.bin"):
+    with pytest.raises(FormatError, match=r"the index of a Megatron \.bin"):
         len(RawRows(path))
     assert (tmp_path / "rows.idx").read_bytes() == before
 
@@ -177,11 +177,11 @@ def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
     path = made(b'{"a":1}\n')
     os.mkfifo(tmp_path / "pipe")
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match="pipe: a FIFO is here, expected a raw index or nothing"):
+        with pytest.raises(FormatError, match="pipe: expected a raw index or nothing, found a FIFO"):
             create_raw_index(path, tmp_path / "pipe", overwrite=overwrite)
     with pytest.raises(FormatError, match="pipe: no such file"):
         create_raw_index(tmp_path / "pipe", tmp_path / "x.idx")
-    with pytest.raises(FormatError, match="pipe: neither a file nor a folder"):
+    with pytest.raises(FormatError, match=r"pipe: .* neither a file nor a folder"):
         len(RawRows(path, tmp_path / "pipe"))
 
 
@@ -189,7 +189,7 @@ def test_an_index_is_no_pbin(made: Made) -> None:
     assert not recognise(create_raw_index(made(b'{"a":1}\n')).index_path)
 
 
-# ---- indexes that are not of the file ----
+# ---- indexes of other files ----
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_an_index_is_no_pbin(made: Made) -> None:
 def test_rows_that_are_not_in_the_file(made: Made, index: list[tuple[int, int]]) -> None:
     path = made(b'{"a":1}\n{"b":2}\n')
     Path(path).with_suffix(".idx").write_bytes(pickle.dumps(index))
-    with pytest.raises(FormatError, match="the index is of another file"):
+    with pytest.raises(FormatError, match="the index belongs to another file"):
         len(RawRows(path))
 
 
@@ -219,7 +219,7 @@ def test_rows_that_are_no_whole_lines(made: Made, index: list[tuple[int, int]]) 
     path = made(b'{"a":1}\n{"b":2}\n')
     Path(path).with_suffix(".idx").write_bytes(pickle.dumps(index))
     rows = RawRows(path)
-    with pytest.raises(FormatError, match="no whole line"):
+    with pytest.raises(FormatError, match="not a complete line"):
         rows[0]
 
 
@@ -242,7 +242,7 @@ def test_an_index_that_runs_code(made: Made, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     path = made(b'{"a":1}\n')
     Path(path).with_suffix(".idx").write_bytes(pickle.dumps([Attack()]))
-    with pytest.raises(FormatError, match="nothing of it was run"):
+    with pytest.raises(FormatError, match="none of it was executed"):
         len(RawRows(path))
     assert not Path("attacked").exists()
 
@@ -263,7 +263,7 @@ def test_rows_travel_to_other_processes(made: Made, backend: Backend) -> None:
     assert len(pickle.dumps(rows)) < 200 + 2 * len(path)
     with get_context("spawn").Pool(1) as pool:
         assert pool.starmap(_row, [(rows, 1), (rows, -2)]) == [b'{"b":2}', b'{"a":1}']
-    with pytest.raises(IndexError, match="row 2 of 2"):
+    with pytest.raises(IndexError, match="no row 2; the file has 2 rows"):
         rows[2]
     with pytest.raises(IndexError, match="row -3 of 2"):
         rows[-3]
@@ -274,11 +274,11 @@ def test_a_file_that_changed(made: Made) -> None:
     create_raw_index(path)
     rows = RawRows(path)
     made(b'{"a":1}\n')
-    with pytest.raises(FormatError, match="8 bytes, 16 when it was first named"):
+    with pytest.raises(FormatError, match="has 8 bytes, but had 16 when"):
         len(rows)
 
 
-# ---- the verb ----
+# ---- the command ----
 
 
 def test_the_verb(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

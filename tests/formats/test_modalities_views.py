@@ -1,4 +1,4 @@
-"""Fixed-length blocks of a ``.pbin``: by hand, and against brute force."""
+"""Fixed-length blocks of a ``.pbin``: examples, and comparison with brute force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def blocks_of(view: View) -> list[list[int]]:
 
 
 def continuous_twin(stream: list[int], block_size: int, reuse_last_target: bool) -> list[list[int]]:
-    """Cut from the front for as long as a whole block is left."""
+    """Cut blocks from the front as long as a whole block is left."""
     blocks = []
     while len(stream) >= block_size:
         blocks.append(stream[:block_size])
@@ -44,7 +44,7 @@ def continuous_twin(stream: list[int], block_size: int, reuse_last_target: bool)
 
 
 def megatron_twin(documents: list[list[int]], block_size: int) -> list[list[int]]:
-    """The published loop, in tokens from the data's start."""
+    """The published loop, with positions in tokens from the start of the data."""
     stream = [token for document in documents for token in document]
     blocks, begin, filled, position = [], 0, 0, 0
     for document in documents:
@@ -89,7 +89,7 @@ def test_continuous_by_hand(
 
 def test_megatron_by_hand(made: Made) -> None:
     path = made(pbin_of([[1, 2], [3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13], [14]]))
-    # [1 2 3 4]: exact. [5 6 7 8]: the next document is longer than a block, which goes on behind. Then 9 is passed by
+    # [1 2 3 4]: exact. [5 6 7 8]: the next document is longer than a block and continues after it. Then 9 is skipped
     # without being counted: only 14 fills the block that begins there.
     assert blocks_of(PackedMemMapDatasetMegatron(path, 4)) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     # [1 2 3]: the second document does not fit and begins the next one.
@@ -108,7 +108,7 @@ def test_against_brute_force(
     path = tmp_path_factory.getbasetemp() / "blocks.pbin"
     path.write_bytes(pbin_of(documents, generation=generation))
     if len(stream) < block_size:
-        with pytest.raises(FormatError, match=r"not one block of|no \.pbin"):
+        with pytest.raises(FormatError, match=r"fewer than one block of|not a \.pbin"):
             PackedMemMapDatasetContinuous(path, block_size, reuse)
         return
     expected = continuous_twin(stream, block_size, reuse)
@@ -128,7 +128,7 @@ def test_numbers_types_and_refusals(made: Made, view: type[View]) -> None:
             blocks[number]
     with pytest.raises(FormatError, match="block_size 1, expected at least 2"):
         view(path, 1)
-    with pytest.raises(FormatError, match="5 tokens in all, not one block of 6"):
+    with pytest.raises(FormatError, match="5 tokens in total, fewer than one block of 6"):
         view(path, 6)
     made(pbin_of([[1, 2, 2**31]], token_nbytes=4))
     with pytest.raises(SequenceError, match="has id 2147483648"):
@@ -148,7 +148,7 @@ def test_views_travel_to_other_processes(made: Made, view: type[View]) -> None:
         assert pool.starmap(_ids, [(blocks, 0), (blocks, -1)]) == [_ids(blocks, 0), _ids(blocks, -1)]
     frozen = pickle.dumps(blocks)
     made(pbin_of([list(range(10))] * 401))
-    with pytest.raises(FormatError, match="than when the dataset was made"):
+    with pytest.raises(FormatError, match="has changed since the dataset was created"):
         len(pickle.loads(frozen))
 
 

@@ -1,4 +1,4 @@
-"""Writing ``.pbin``: the bytes of a plain construction, nothing kept that need not be, nothing left when it fails."""
+"""Writing ``.pbin``: the bytes equal a plain construction, memory stays small, and failures leave no files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 
 def run_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) -> PackRun:
-    """Packs of sequences of ids, nothing trained."""
+    """Return packs of sequences of ids, without trained tokens."""
     tokens = [token for pack in packs for sequence in pack for token in sequence]
     starts = [sum(map(len, pack[:i])) for pack in packs for i in range(len(pack))]
     lengths = [sum(map(len, pack)) for pack in packs]
@@ -45,14 +45,14 @@ def spec_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) ->
 
 
 def unpickled(path: Path) -> tuple[bytes, list[tuple[int, int]]]:
-    """Header and data as they are, and the index, which takes the rest of the file."""
+    """Return header and data, and the unpickled index, which is the rest of the file."""
     raw = path.read_bytes()
     end = 12 + int.from_bytes(raw[:8], "little")
     return raw[:end], pickle.loads(raw[end:])
 
 
 def documents_and_index(documents: Sequence[Sequence[int]], token_nbytes: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The same of the plain construction."""
+    """Return the same from the plain construction."""
     raw = pbin_of(documents, token_nbytes=token_nbytes)
     end = 12 + token_nbytes * sum(map(len, documents))
     return raw[:end], pickle.loads(raw[end:])
@@ -91,7 +91,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_loss_is_refused_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"neither loss masks nor packs.*--lossy"):
+    with pytest.raises(FormatError, match=r"no loss masks and no packs.*--lossy"):
         Writer(tmp_path / "out.pbin", spec_of([]))
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +142,7 @@ def test_writing_does_not_hold_the_index_as_objects(tmp_path: Path) -> None:
         writer.write(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # As a list of tuples the index alone is three times as large.
+    # As a list of tuples, the index by itself would be three times as large.
     assert peak < 64 * sequences
 
 
@@ -173,7 +173,7 @@ def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin", "--lossy"]) == 0
     said = capsys.readouterr().out
     assert "lost: loss masks" in said
-    assert "lost: which sequences share a pack" in said
+    assert "lost: packs: every sequence" in said
     assert "read back and compared: equal except for what was lost" in said
 
     documents = [sample.tokens[a:b] for sample in packs for a, b in pairwise(sample.bounds)]
@@ -181,7 +181,7 @@ def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx"]) == 1
     assert "--mask-rule all" in capsys.readouterr().err
     assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx", "--mask-rule", "all"]) == 0
-    assert "note: no loss masks in the file" in capsys.readouterr().out
+    assert "note: the file has no loss masks" in capsys.readouterr().out
     back = Shard(tmp_path / "back")
     assert [back[i]["input_ids"].tolist() for i in range(len(back))] == documents
     assert all(back[i]["loss_mask"].tolist() == [1] * (len(ids) - 1) + [0] for i, ids in enumerate(documents))
@@ -202,5 +202,5 @@ def test_merge_damage_is_repaired_by_option(tmp_path: Path, capsys: pytest.Captu
     assert main(arguments) == 1
     assert "damaged by merging" in capsys.readouterr().err
     assert main([*arguments, "--repair-merge"]) == 0
-    assert "note: 2 documents placed by their lengths" in capsys.readouterr().out
+    assert "note: 2 documents were located by their lengths" in capsys.readouterr().out
     assert Shard(tmp_path / "shard")[1]["input_ids"].tolist() == [4] * 9

@@ -1,4 +1,4 @@
-"""Packed data of any format opens by its content, as one dataset, in any process."""
+"""``open_dataset`` recognises packed data of any format by content, and opens it as one dataset in any process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKS = demo_samples(23)
 
 
 def plain_npy(path: Path, packs: list[Sample]) -> Path:
-    """As anybody writes it: np.save of a list of dicts."""
+    """Write a file like most programs: np.save of a list of dicts."""
     rows = [{"input_ids": p.tokens, "loss_mask": p.label_mask, "seq_start_id": p.starts} for p in packs]
     array = np.empty(len(rows), object)
     array[:] = rows
@@ -35,7 +35,7 @@ def plain_npy(path: Path, packs: list[Sample]) -> Path:
 
 
 def cut(packs: list[Sample], sizes: dict[str, int]) -> dict[str, list[Sample]]:
-    """Packs by the name of the file that they go to, in order."""
+    """Return the packs for each file, by name, in order."""
     left = iter(packs)
     return {name: [next(left) for _ in range(size)] for name, size in sizes.items()}
 
@@ -51,7 +51,7 @@ def write_npys(folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS)
 
 
 def write_kind(kind: str, folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS) -> None:
-    """Data of one format in files of these sizes."""
+    """Write data of one format in files of these sizes."""
     if kind == "sft-idx":
         write_shards(folder, sizes, packs)
         return
@@ -93,7 +93,7 @@ def test_several_of_one_kind_are_one(tmp_path: Path, kind: str) -> None:
         found = ds[start:stop]
         assert [pack["input_ids"].tolist() for pack in found] == [p.tokens for p in PACKS[start:stop]]
     for index in (23, -24):
-        with pytest.raises(IndexError, match=f"pack {index}, the dataset has 23"):
+        with pytest.raises(IndexError, match=f"no pack {index}; the dataset has 23"):
             ds[index]
     with pytest.raises(ValueError, match="slice step 2"):
         ds[::2]
@@ -107,7 +107,7 @@ def test_one_alone_and_an_empty_one(tmp_path: Path, kind: str) -> None:
     suffix = SUFFIXES[kind]
     ds = open_dataset(tmp_path / f"full{suffix}")
     assert_holds(ds, PACKS[:5])
-    assert_holds(ds, PACKS[:5])  # the first access may go another way than the next
+    assert_holds(ds, PACKS[:5])  # the first access may use another code path than the next
     with pytest.raises(IndexError, match="pack 5"):
         ds[5]
     empty = open_dataset(tmp_path / f"none{suffix}")
@@ -172,19 +172,19 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ShardNotFoundError) as missing:
         open_dataset(tmp_path / "no")
     assert str(missing.value) == (
-        f"{tmp_path}/no: no shard here, missing {tmp_path}/no.bin and the other four (rule F1);"
-        " nothing else has this name either; check the prefix: the path without .seq.idx"
+        f"{tmp_path}/no: no shard here, missing {tmp_path}/no.bin and the other four (rule F1); there"
+        " is no file or folder of this name; check the prefix; it does not include .seq.idx"
     )
     assert missing.value.missing == [f"{tmp_path}/no{suffix}" for suffix in FILES]
-    with pytest.raises(FormatError, match=r"nothing of this name. Looked for sft-idx: .*; npy: "):
+    with pytest.raises(FormatError, match=r"no file or folder of this name. Looked for sft-idx: .*; npy: "):
         open_dataset(tmp_path / "no*")
     with pytest.raises(FormatError, match="found a folder without data"):
         open_dataset(tmp_path)
     for number in range(7):
         (tmp_path / f"notes-{number}").touch()
-    with pytest.raises(FormatError, match=r"found 7 entries, none of them known: notes-0, notes-1, .*, \.\.\."):
+    with pytest.raises(FormatError, match=r"found 7 entries, none with a known format: notes-0, notes-1, .*, \.\.\."):
         open_dataset(tmp_path)
-    with pytest.raises(FormatError, match="format 'csv': there is none of this name"):
+    with pytest.raises(FormatError, match="unknown format 'csv'"):
         open_dataset(tmp_path, format="csv")
     with pytest.raises(ShardNotFoundError):
         open_dataset(tmp_path / "no", format="sft-idx")
@@ -205,7 +205,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="found a FIFO without data"):
         open_dataset(tmp_path / "x.npy")
     for path in ("", ".idx", f"{tmp_path}/.seq.idx"):
-        with pytest.raises(FormatError, match="nothing of this name"):
+        with pytest.raises(FormatError, match="no file or folder of this name"):
             open_dataset(path)
 
 
@@ -218,19 +218,19 @@ def test_a_forced_format_says_what_is_wrong(tmp_path: Path) -> None:
 def test_kinds_do_not_mix(tmp_path: Path) -> None:
     write_shards(tmp_path, {"x": 3})
     write_npys(tmp_path, {"y": 3})
-    with pytest.raises(FormatError, match=r"y.npy is npy, .*x is sft-idx; one dataset is of one format"):
+    with pytest.raises(FormatError, match=r"y.npy is npy, .*x is sft-idx; a dataset needs a single format"):
         open_dataset(tmp_path)
     assert open_dataset(tmp_path, format="npy").paths == (str(tmp_path / "y.npy"),)
 
 
 def test_a_path_that_is_two_things_is_refused(tmp_path: Path) -> None:
-    """Here a folder of shards lies beside a shard of the same name, and the shard wins; a file that is two is not."""
+    """If a folder of shards is next to a shard of the same name, the shard wins. A file of two formats is an error."""
     write_shards(tmp_path, {"x": 3})
     plain_npy(tmp_path / "x.npy", PACKS)
     os.link(tmp_path / "x.npy", tmp_path / "x2")
     write_shards(tmp_path, {"x2": 3})
     assert set(recognise(str(tmp_path / "x2"))) == {"npy", "sft-idx"}
-    with pytest.raises(FormatError, match=r"x2: could be several things \(sft-idx: .*; npy: a pickled .npy"):
+    with pytest.raises(FormatError, match=r"x2: could be one of several formats \(sft-idx: .*; npy: a pickled .npy"):
         open_dataset(tmp_path / "x2")
     assert len(open_dataset(tmp_path / "x2", format="npy")) == 23
     assert len(open_dataset(tmp_path / "x2", format="sft-idx")) == 3
@@ -242,13 +242,13 @@ def test_a_damaged_file_among_others_is_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / ".hidden.npy").touch()
     assert len(open_dataset(tmp_path)) == 6
     (tmp_path / "y.npy").write_bytes(b"")
-    with pytest.raises(FormatError, match=r"y.npy: it is named like what is beside it"):
+    with pytest.raises(FormatError, match=r"y.npy: by its name it belongs to the files next to it"):
         open_dataset(tmp_path)
     shards = tmp_path / "shards"
     shards.mkdir()
     write_shards(shards, {"x": 3, "y": 3})
     (shards / "y.seq.idx").unlink()
-    with pytest.raises(FormatError, match=r"y.idx: it is named like what is beside it"):
+    with pytest.raises(FormatError, match=r"y.idx: by its name it belongs to the files next to it"):
         open_dataset(shards)
 
 
@@ -258,7 +258,9 @@ def test_options_are_those_of_the_format(tmp_path: Path) -> None:
     ds[0]["input_ids"][0] = 9  # a copy
     with pytest.raises(FormatError, match="x: a sft-idx source has no option colour; leave it out"):
         open_dataset(tmp_path / "x", colour="red")
-    with pytest.raises(FormatError, match=r"label-aligned \(rule P6\); leave the option out: they would be"):
+    with pytest.raises(
+        FormatError, match=r"would shift the masks twice, .* label-aligned \(rule P6\); leave the option out"
+    ):
         open_dataset(tmp_path / "x", mask_alignment="token")
     with pytest.raises(FormatError, match="label-aligned"):
         open_dataset(tmp_path / "x", mask_alignment="token", copy=True)
@@ -270,7 +272,7 @@ def test_different_tokenizers_do_not_go_together(tmp_path: Path) -> None:
     for name in "ab":
         write_samples(tmp_path / name, PACKS, capacity=64, metadata={"tokenizer": {"fingerprint": name}})
     assert len(open_dataset(tmp_path)) == 46
-    with pytest.raises(FormatError, match=r"different tokenizers \(a, b\); keep them apart"):
+    with pytest.raises(FormatError, match=r"different tokenizers \(a, b\); read them separately"):
         _ = open_dataset(tmp_path).capacity
 
 
@@ -286,10 +288,10 @@ def test_it_pickles_small_and_opens_again(tmp_path: Path, kind: str) -> None:
     assert_holds(pickle.loads(raw), PACKS)
     write_kind(kind, tmp_path, {"a-2": 5}, demo_samples(30)[25:])
     again = pickle.loads(raw)
-    with pytest.raises(FormatError, match="the content is another one than when this dataset was opened"):
+    with pytest.raises(FormatError, match="the content has changed since this dataset was opened"):
         again[0]
-    if kind == "sft-idx":  # shards are one set, whose fingerprint is another
-        with pytest.raises(FormatError, match="another shard was published"):
+    if kind == "sft-idx":  # shards are one set, with another fingerprint
+        with pytest.raises(FormatError, match="because a shard was replaced"):
             again[-1]
     else:
         assert_is(again[-1], PACKS[-1])
@@ -338,7 +340,7 @@ def test_threads_share_one(tmp_path: Path) -> None:
 def test_a_fork_in_a_threads_read_does_not_wait_for_it(tmp_path: Path) -> None:
     write_npys(tmp_path, {"x": 3})
     ds = open_dataset(tmp_path)
-    with ds._files._process_lock():  # as a thread would hold it while it reads
+    with ds._files._process_lock():  # like a thread during a read
         child = multiprocessing.get_context("fork").Process(target=ds.__getitem__, args=(0,))
         child.start()
         child.join(300)
@@ -354,7 +356,7 @@ def test_no_more_are_open_than_allowed(tmp_path: Path) -> None:
         assert len(parts._readers) <= 2
     first = parts.reader(0)
     parts.reader(2)
-    assert parts.reader(0) is first  # used last: kept
+    assert parts.reader(0) is first  # used last, so it is kept
     parts.reader(4)
     assert parts.reader(0) is first
 
@@ -372,9 +374,9 @@ def test_the_token_file_is_read_by_pointer_and_size(tmp_path: Path) -> None:
             assert bytes(ds.read(offset, nbytes)) == raw[offset : offset + nbytes]
         assert bytes(ds.read(2, 4, part=1)) == (tmp_path / "y.bin").read_bytes()[2:6]
         for offset, nbytes in [(-1, 1), (0, -1), (0, len(raw) + 1), (2**63, 2**63), (len(raw), 1), (2**64, 0)]:
-            with pytest.raises(IndexError, match="reach outside the file"):
+            with pytest.raises(IndexError, match="exceed the file"):
                 ds.read(offset, nbytes)
-        with pytest.raises(IndexError, match="part 2, the dataset has 2"):
+        with pytest.raises(IndexError, match="no part 2; the dataset has 2"):
             ds.read(0, 1, part=2)
     shard = Shard(tmp_path / "x")
     assert np.shares_memory(shard.read(0, len(raw)), shard[0]["input_ids"])
@@ -382,7 +384,7 @@ def test_the_token_file_is_read_by_pointer_and_size(tmp_path: Path) -> None:
 
 def test_other_formats_have_no_pointers(tmp_path: Path) -> None:
     plain_npy(tmp_path / "x.npy", PACKS)
-    with pytest.raises(FormatError, match="npy has no token file to point into; convert it to sft-idx"):
+    with pytest.raises(FormatError, match="npy has no token file for offsets; convert it to sft-idx"):
         open_dataset(tmp_path / "x.npy").read(0, 1)
 
 
@@ -394,11 +396,13 @@ def test_packs_over_the_stated_capacity_by_a_token_a_sequence_are_kept(tmp_path:
     path = plain_npy(tmp_path / "x.npy", packs)
     ds = open_dataset(path, capacity=8)
     assert ds.capacity == 10
-    assert any("exceed the capacity 8 by up to one token a sequence" in note for note in ds.notes)
+    assert any("exceed the capacity 8 by up to one token per sequence" in note for note in ds.notes)
     assert_holds(ds, packs)
     assert open_dataset(path, capacity=64).capacity == 64
     assert any("capacity" in note and "10 tokens" in note for note in open_dataset(path).notes)
-    with pytest.raises(SequenceError, match=r"x\.npy:0: has 10 tokens in 2 sequences, too many for a capacity of 7"):
+    with pytest.raises(
+        SequenceError, match=r"x\.npy:0: has 10 tokens in 2 sequences, which is too many for a capacity of 7"
+    ):
         open_dataset(path, capacity=7)
 
 
@@ -410,7 +414,7 @@ def test_lists_that_repeat_each_other_do_not_unfold(tmp_path: Path) -> None:
     array = np.empty(1, object)
     array[0] = row
     np.save(tmp_path / "x.npy", array, allow_pickle=True)
-    with pytest.raises(SequenceError, match="input_ids is no list of numbers"):
+    with pytest.raises(SequenceError, match="input_ids is not a list of numbers"):
         open_dataset(tmp_path / "x.npy")
 
 

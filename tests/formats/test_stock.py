@@ -1,4 +1,4 @@
-"""Stock Megatron datasets are read with a mask rule or masks beside them, and never taken at their word."""
+"""Stock Megatron datasets are read with a mask rule or separate masks, and all their fields are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sft_idx.shard import Shard
 
 
 def stock(prefix: Path, items: list[list[Any]], dtype: Any = np.int32, *, multimodal: bool = False) -> str:
-    """As Megatron's own builder writes it."""
+    """Write a dataset with Megatron's own builder."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -42,9 +42,9 @@ def test_a_stock_dataset_with_a_rule(tmp_path: Path, dtype: Any) -> None:
     assert ds[0]["input_ids"].dtype == (np.uint16 if dtype in (np.uint8, np.uint16) else np.int32)
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--mask-rule", "all"]) == 0
     assert_holds(Shard(tmp_path / "y"), expected)
-    with pytest.raises(FormatError, match="has no loss masks; say what is trained on"):
+    with pytest.raises(FormatError, match="has no loss masks; pass either mask_rule"):
         open_dataset(source)
-    with pytest.raises(FormatError, match="one of the two"):
+    with pytest.raises(FormatError, match="pass either mask_rule"):
         open_dataset(source, mask_rule="all", mask_path=source)
 
 
@@ -80,7 +80,7 @@ def test_what_no_stock_dataset_of_text_is(tmp_path: Path) -> None:
 def test_items_with_gaps_between_them_are_read(tmp_path: Path) -> None:
     source = stock(tmp_path / "x", [[1, 2], [99], [3, 4, 5]])
     raw = bytearray((tmp_path / "x.idx").read_bytes())
-    # Without the item in the middle; its bytes stay in the .bin.
+    # The index lacks the middle item; its bytes stay in the .bin.
     lengths, pointers = np.array([2, 3], "<i4"), np.array([0, 12], "<i8")
     head = raw[:18] + np.array([2, 3], "<u8").tobytes()
     (tmp_path / "x.idx").write_bytes(
@@ -97,13 +97,13 @@ def test_items_with_gaps_between_them_are_read(tmp_path: Path) -> None:
     [
         (9, 2, "version 2"),
         (17, 9, "dtype code 9"),
-        (18, 2**63 - 1, "it was cut short or changed"),
-        (18, 2**64 - 1, "it was cut short or changed"),
-        (26, 2**64 - 1, "it was cut short or changed"),
+        (18, 2**63 - 1, "the file was truncated or changed"),
+        (18, 2**64 - 1, "the file was truncated or changed"),
+        (26, 2**64 - 1, "the file was truncated or changed"),
         (34, -1, "item 0 has -1 tokens"),
-        (34, 2**31 - 1, "item 0 is said to be 2147483647 tokens"),
+        (34, 2**31 - 1, "item 0 has 2147483647 tokens"),
         (50, -8, "at byte -8"),
-        (58, 0, "item 1 is said to be 1 tokens at byte 0 .* overlaps"),
+        (58, 0, "item 1 has 1 tokens at byte 0 .* overlaps"),
         (58, 2**63 - 1, "item 1 .* at byte 9223372036854775807"),
     ],
 )
@@ -121,8 +121,8 @@ def test_a_stock_dataset_cut_short_is_refused(tmp_path: Path) -> None:
     source = stock(tmp_path / "x", ITEMS)
     whole = (tmp_path / "x.bin").read_bytes()
     (tmp_path / "x.bin").write_bytes(whole[:-1])
-    with pytest.raises(FormatError, match="item 3 is said to be 4 tokens at byte 24"):
+    with pytest.raises(FormatError, match="item 3 has 4 tokens at byte 24"):
         open_dataset(source, mask_rule="all")
     (tmp_path / "x.bin").unlink()
-    with pytest.raises(FormatError, match=r"x\.bin: is not there"):
+    with pytest.raises(FormatError, match=r"x\.bin: not found"):
         open_dataset(source, mask_rule="all")

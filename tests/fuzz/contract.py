@@ -1,4 +1,4 @@
-"""What every fuzz target holds a parser to: bad input is refused with an error of the family, never with another."""
+"""The contract that fuzz targets check: bad input raises SFTIndexError, never another error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Target(NamedTuple):
     """One fuzz target.
 
     Attributes:
-        module: in this folder; its ``run(data)`` fails where the contract is broken.
-        max_nbytes: longest input that is tried.
+        module: module in this folder; its ``run(data)`` fails if the contract is broken.
+        max_nbytes: maximum length of an input.
     """
 
     module: str
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 @contextmanager
 def refused(path: str = "", *also: type[Exception]) -> Iterator[None]:
-    """Lets an error of the family (or one of ``also``) end the block; its message begins with ``path``."""
+    """Accept a SFTIndexError (or one of ``also``) in the block. Its message must begin with ``path``."""
     try:
         yield
     except SFTIndexError as error:
@@ -42,19 +42,19 @@ def refused(path: str = "", *also: type[Exception]) -> Iterator[None]:
 
 
 def memory_folder() -> Path | None:
-    """A folder in memory where the system has one: targets write their input to files thousands of times."""
+    """Return a folder in memory if the system has one, because targets write input files thousands of times."""
     return _MEMORY if os.access(_MEMORY, os.W_OK) else None
 
 
 def scratch(name: str) -> Path:
-    """A target's folder for the files of one input; it goes when the process ends."""
+    """Return a target's folder for the files of one input. It is removed when the process ends."""
     folder = Path(_root().name) / name
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """These files in a folder and in the folders in it, and no others."""
+    """Make a folder and its subfolders contain exactly these files."""
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for name, content in files.items():
@@ -64,6 +64,6 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 @cache
 def _root() -> tempfile.TemporaryDirectory[str]:
-    # libFuzzer ends its process without a word to Python: the driver, which lives on, names a folder that it removes.
+    # libFuzzer ends its process without Python's cleanup, so the driver passes a folder and removes it.
     named = os.environ.get("TMPDIR")
     return tempfile.TemporaryDirectory(prefix="sft-idx-fuzz-", dir=named or memory_folder())

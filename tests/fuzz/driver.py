@@ -1,7 +1,7 @@
-"""Runs fuzz targets for some seconds each: ``python tests/fuzz/driver.py [TARGET ...] --seconds 600``.
+"""Run fuzz targets for some seconds each: ``python tests/fuzz/driver.py [TARGET ...] --seconds 600``.
 
-Every target is a process of its own. New inputs go to ``build/fuzz/NAME``, and one that broke the contract to
-``build/fuzz/findings``; once it is mended it belongs in ``tests/fuzz/corpus/NAME``, where the test suite replays it.
+Every target runs in a separate process. New inputs go to ``build/fuzz/NAME``, and inputs that broke the contract to
+``build/fuzz/findings``. After a fix, move such an input to ``tests/fuzz/corpus/NAME``, where the test suite replays it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fuzz.contract import memory_folder  # noqa: E402 - the folders above are wh
 from fuzz.targets import CORPUS, TARGETS, load  # noqa: E402
 
 WORK = TESTS.parent / "build/fuzz"
-# An instrumented target loses some 30 KB an input inside atheris, so the limit is far above what one input may take.
+# atheris leaks about 30 KB per input in an instrumented target, so the limit is far above the need of one input.
 SECONDS_PER_INPUT, MIB = 20, 6000
 
 
 class Outcome(NamedTuple):
-    """What one run of a target was."""
+    """The result of one run of a target."""
 
     name: str
     code: int
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def in_a_process(name: str, seconds: int) -> Outcome:
-    """Fuzz one target; libFuzzer ends its process, whatever it found."""
+    """Fuzz one target in a process that libFuzzer ends, with or without a finding."""
     WORK.mkdir(parents=True, exist_ok=True)
     log = WORK / f"{name}.log"
     command = [sys.executable, __file__, name, "--seconds", str(seconds), "--inside"]
@@ -82,7 +82,7 @@ def in_a_process(name: str, seconds: int) -> Outcome:
 
 
 def fuzz(name: str, seconds: int) -> int:
-    """Hand a target to libFuzzer, which never comes back."""
+    """Pass a target to libFuzzer, which never returns."""
     import atheris
 
     target = TARGETS[name]

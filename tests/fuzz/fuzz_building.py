@@ -1,6 +1,6 @@
-"""What a building folder notes: ``build.json``, ``done.json`` and the log of packs are read as they are, or refused.
+"""Files in a building folder: ``build.json``, ``done.json`` and the log of packs are read exactly, or rejected.
 
-The input is these three files. Looking at them changes nothing.
+The input is these three files. Reading them must not change anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_sft_idx.storage.building_files import lost_files, read_done
 
 
 class _Log(io.BytesIO):
-    """Takes the place of an ``OutputFile``."""
+    """A replacement for an ``OutputFile``."""
 
 
 def run(data: bytes) -> None:
@@ -32,7 +32,7 @@ def run(data: bytes) -> None:
         again: Any = _Log()
         for records in read_blocks(io.BytesIO(raw)):
             if not len(records):
-                break  # no writer notes that there is nothing
+                break  # no writer logs an empty block
             append_packs(again, records)
         assert raw.startswith(again.getvalue())
     for files in ((build, done), (repair_json(build), repair_json(done))):

@@ -1,4 +1,4 @@
-"""A column beside a good shard: whatever its file says, its rows come from inside it, or it is refused and found."""
+"""A column next to a valid shard: for any bytes, rows come from inside the file, or the column is rejected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LEAST_NBYTES = 192
 
 @cache
 def _shard() -> str:
-    """The prefix of the shard."""
+    """Return the prefix of the shard."""
     prefix = str(scratch("column") / "x")
     write_samples(prefix, PACKS)
     return prefix
 
 
 def repair_column(data: bytes, shard_id: bytes) -> bytes:
-    """With magic, version, shard id and checksum as readers want them; all else is as it was."""
+    """Return the data with valid magic, version, shard id and checksum, and otherwise unchanged."""
     raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
     size = COLUMN.stated_nbytes(COLUMN_MAGIC + raw[8:])
     if size % 64 or not _LEAST_NBYTES <= size <= len(raw):
@@ -54,7 +54,7 @@ def run(data: bytes) -> None:
                 assert np.asarray(pack["a"]).tobytes() == np.asarray(other["a"]).tobytes()  # type: ignore[typeddict-item]
             opened = True
         report = verify_shard(prefix, full=True)
-        # Of a file that does not begin as a column does nothing is known.
+        # A file that does not begin like a column is not checked.
         assert opened or not report.ok or raw[:8] != COLUMN_MAGIC
         if opened and xxhash.xxh3_128_digest(raw[column.spec.header_nbytes :]) == column.header.checksum:
             assert report.ok, report.findings

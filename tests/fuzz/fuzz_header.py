@@ -1,4 +1,4 @@
-"""``Header.decode``: what it takes it would write again byte for byte."""
+"""``Header.decode``: an accepted header is encoded again to the same bytes."""
 
 from __future__ import annotations
 

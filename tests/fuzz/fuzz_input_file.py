@@ -1,4 +1,4 @@
-"""An input file of JSON or separated values, compressed or not: recognised, decompressed, cut and parsed.
+"""An input file of JSON or separated values, compressed or not: it is recognised, decompressed, divided and parsed.
 
 The first byte chooses the suffix; the rest is the file.
 """

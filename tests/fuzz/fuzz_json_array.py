@@ -1,4 +1,4 @@
-"""One JSON array: cut as the slow scanner cuts it, and into the elements that Python's own parser finds."""
+"""One JSON array: it is divided as by the slow scanner, into the elements that Python's own parser finds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(data: bytes) -> None:
 
 
 def _is_array(data: bytes) -> bool:
-    """Whether Python's own parser takes it; then nothing but a row's own size may be said against it."""
+    """Return whether Python's own parser accepts the data. Then the only allowed error is a row's size."""
     try:
         return isinstance(json.loads(data.decode()), list) and len(data) < _MAX_ROW_NBYTES
     except (ValueError, RecursionError):

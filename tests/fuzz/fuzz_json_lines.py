@@ -1,4 +1,4 @@
-"""JSON lines: the same rows whatever the blocks and pieces are, and parsed as Python's own parser does."""
+"""JSON lines: the same rows for any blocks and pieces, equal to the result of Python's own parser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
 
 
 def without_nulls(row: Any) -> Any:
-    """A row, if it is an object, without the keys that are null, at any depth; any other value as it is."""
+    """Return an object without null keys at any depth, and any other value unchanged."""
 
     def left(value: Any) -> Any:
         if isinstance(value, dict):
@@ -47,7 +47,7 @@ def without_nulls(row: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Equal in type too; the parsers may differ in the last bit of a float."""
+    """Return whether values and types are equal. Floats may differ in the last bit."""
     if type(found) is not type(expected):
         return False
     if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""One chunk of JSON lines: its packs say what its lines say."""
+"""One chunk of JSON lines: its packs have the values of its lines."""
 
 from __future__ import annotations
 

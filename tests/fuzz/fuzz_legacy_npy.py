@@ -1,4 +1,4 @@
-"""Legacy ``.npy``: a pickle from anywhere gives packs that keep the rules, or is refused; it runs nothing."""
+"""Legacy ``.npy``: any pickle gives valid packs or is rejected, and never executes code."""
 
 from __future__ import annotations
 

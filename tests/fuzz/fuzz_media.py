@@ -1,4 +1,4 @@
-"""A ``.media.items`` beside a good shard: whatever it says, items come from inside the files, or it is refused."""
+"""A ``.media.items`` next to a valid shard: for any bytes, items come from inside the files, or it is rejected."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ITEMS = ".media.items"
 
 @cache
 def _whole() -> Files:
-    """The files of the shard."""
+    """Return the files of the shard."""
     prefix = scratch("media-whole") / "x"
     write_media(prefix, SAMPLES)
     return seven_files(prefix)
 
 
 def repair_items(data: bytes) -> bytes:
-    """With magic, version and a size of the header as readers want them; all else is as it was."""
+    """Return the data with valid magic, version and header size, and otherwise unchanged."""
     raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
     size = MEDIA.stated_nbytes(MEDIA_MAGIC + struct.pack("<I", 1) + raw[12:])
     if size % 64 or not _LEAST_NBYTES <= size <= len(raw):
@@ -40,7 +40,7 @@ def repair_items(data: bytes) -> bytes:
 def run(data: bytes) -> None:
     whole, folder = _whole(), scratch("media")
     sealed = reseal_media({**whole, _ITEMS: repair_items(data)})
-    # With the checksums and the id of the shard right, and also its counts.
+    # With correct checksums and shard id, and also with correct counts.
     counts = {name: media_field(whole[_ITEMS], name) for name in ("num_packs", "num_items", "num_blobs", "data_nbytes")}
     counted = reseal_media(sealed, media=counts)
     for files in ({**whole, _ITEMS: data}, sealed, counted):
@@ -69,7 +69,7 @@ def _hold(folder: Path, raw: bytes) -> None:
     verify_shard(prefix)
     report = verify_shard(prefix, full=True)
     assert was_read or not report.ok
-    # Whoever copies the packs makes a sound shard of them, or none.
+    # Copying the packs gives a valid shard, or an error.
     was_copied = False
     with refused(str(folder)), ShardWriter(folder / "copy", media=True, durable=False) as writer:
         writer.add_shard(Shard(prefix))

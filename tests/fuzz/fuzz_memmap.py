@@ -1,4 +1,4 @@
-"""A folder of padded arrays: whatever its headers, manifest and numbers say, packs come from inside their rows.
+"""A folder of padded arrays: for any headers, manifest and numbers, packs come from inside their rows.
 
 The input is the manifest, then the five arrays.
 """

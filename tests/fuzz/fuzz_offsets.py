@@ -1,4 +1,4 @@
-"""The kernels that follow a shard's offsets: whatever these say, nothing outside the arrays is touched.
+"""The kernels that follow a shard's offsets never access anything outside the arrays.
 
 The input is two bytes, then entries of one byte: small numbers, or the extremes of their type.
 """
@@ -28,7 +28,7 @@ def run(data: bytes) -> None:
 
 
 def _segments(sequences: np.ndarray, tokens: np.ndarray, starts: np.ndarray, num_tokens: int) -> None:
-    """Pack by pack what a plain reader finds, or ValueError where it would leave the files."""
+    """Read pack by pack like a plain reader. Raise ValueError if it would leave the files."""
     index = [(sequences, tokens, starts, num_tokens)]
     for i in range(-1, len(sequences)):
         try:

@@ -1,7 +1,7 @@
-"""The native check of packs against its slow twin: the same buffers, or a refusal from both.
+"""The native check of packs compared with its slow twin: equal buffers, or an error from both.
 
-Seven bytes of options, then pairs of bytes: an id and, in the second one's bits, its mask and whether a sequence or a
-pack begins there. Rare values stand for the numbers that break things.
+The input is seven bytes of options, then pairs of bytes: an id and, in the bits of the second byte, its mask and
+whether a sequence or a pack begins there. Rare values represent extreme numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``.pbin`` of any generation: its documents are where its index says, however the bytes are taken for one."""
+"""``.pbin`` of any generation: documents are at the offsets of the index, for any interpretation of the bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(data: bytes) -> None:
 
 
 def _documents(path: Path, raw: bytes, repair_merge: bool) -> list[list[int]]:
-    """The slow way: token by token."""
+    """Read documents the slow way, token by token."""
     placement = read_document_index(str(path), repair_merge=repair_merge)
     framing = placement.framing
     at, documents = 0, []

@@ -1,4 +1,4 @@
-"""Pickled lists of pairs: what is taken is what the slow parser makes of it, and what is written is it again."""
+"""Pickled lists of pairs: accepted input equals the slow parser's result, and survives being written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A raw index and its JSON lines: rows are whole lines, and an index that is made again finds every line.
+"""A raw index and its JSON lines: rows are complete lines, and a new index finds every line.
 
 The input is the index, then the lines.
 """
@@ -44,7 +44,7 @@ def _hold_rows(path: Path, index_path: Path, index: bytes, lines: bytes) -> None
 
 
 def _hold_made(path: Path, index_path: Path, lines: bytes, drop_faulty: bool) -> None:
-    # A byte order mark may stand before the first line.
+    # A byte order mark may precede the first line.
     good = [line for i, line in enumerate(lines.split(b"\n")) if _is_json(line if i else line.removeprefix(_MARK))]
     with refused(str(index_path)[:-4]):
         report = create_raw_index(path, index_path, drop_faulty=drop_faulty, overwrite=True)

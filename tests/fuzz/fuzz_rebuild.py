@@ -1,6 +1,6 @@
-"""Rebuilding: what is said to be whole verifies, what was good is not touched, and a refusal changes nothing.
+"""``rebuild``: repaired shards verify, good files are not changed, and errors change nothing.
 
-The input is one byte for what the user knows, then one as ``fuzz_verify`` takes it.
+The input is one byte for the user's options, then an input of ``fuzz_verify``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def run(data: bytes) -> None:
             _hold_report(folder, done, before)
         else:
             assert contents(folder) == before
-            if "every file could be as its header says" not in done:  # which is known only when all is derived
+            if "every file could be restored to match the header" not in done:  # known only after everything is derived
                 assert planned == done
 
 
 def contents(folder: Path) -> Files:
-    """All files in a folder and in the folders in it, by path. Locks are left out."""
+    """Return all files in a folder and its subfolders, by path. Locks are left out."""
     return tree_of(folder)
 
 
 def _rebuilt(folder: Path, known: GivenFacts, dry_run: bool) -> Rebuilt | str:
-    """The report, or the refusal."""
+    """Return the report, or the error."""
     before = contents(folder)
     prefix = str(folder / "x")
     outcome: Rebuilt | str

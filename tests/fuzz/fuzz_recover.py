@@ -1,6 +1,6 @@
-"""What a killed build left: the packs that it noted, as far as its files reach, become a sound shard, or nothing.
+"""Recovery of a killed build: logged packs within its files become a valid shard, or nothing does.
 
-The input is a byte that says which files are missing, then what is noted and the unpublished files.
+The input is a byte for missing files, then the log and the unpublished files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(data: bytes) -> None:
 
 
 def _hold_recovered(prefix: str, before: dict[str, bytes]) -> None:
-    """The shard holds the first packs that were noted, and their data as it was."""
+    """Check that the shard has the first logged packs with unchanged data."""
     report = verify_shard(prefix, full=True)
     assert report.ok, report.findings
     log = io.BytesIO(before[FOLDER + "packs"])

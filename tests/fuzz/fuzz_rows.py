@@ -1,7 +1,7 @@
-"""Rows of chats in any shape: a conversation or ids with a mask that hold together, or the reason why not.
+"""Rows of any shape give a consistent conversation, or ids with a mask, or an error with the reason.
 
-The input is a row as JSON, or else a program of one byte a value from which a row is grown out of the words that rows
-are made of; few mutations of JSON are JSON.
+The input is a row as JSON. Otherwise it is a program of one byte per value that builds a row from the usual words of
+rows, because few mutations of JSON are valid JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(data: bytes) -> None:
 
 
 def _grown(program: Iterator[int], depth: int) -> Any:
-    """A value: lists and objects of up to seven entries, words, and plain values."""
+    """Return a value: lists and objects of up to seven entries, words, and plain values."""
     code = next(program, 0)
     if code < 96 and depth < _DEEPEST:
         return {_grown_key(program): _grown(program, depth + 1) for _ in range(code % 8)}

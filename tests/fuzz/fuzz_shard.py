@@ -1,4 +1,4 @@
-"""A whole shard, its five files cut out of one input: opened, read in every way, and packed anew.
+"""A shard whose five files come from one input: it is opened, read in every way, and repacked.
 
 The input is four uint16 sizes, then ``.seq.idx``, ``.seq.bin``, ``.bin``, ``.loss.bin`` and, as the rest, ``.idx``.
 """
@@ -18,12 +18,12 @@ ORDER = (".seq.idx", ".seq.bin", ".bin", ".loss.bin", ".idx")
 
 
 def join(files: dict[str, bytes]) -> bytes:
-    """An input of five files."""
+    """Return an input of five files."""
     return pieces.join([files[suffix] for suffix in ORDER])
 
 
 def split(data: bytes) -> dict[str, bytes]:
-    """Any input as five files."""
+    """Return any input as five files."""
     return dict(zip(ORDER, pieces.split(data, len(ORDER)), strict=True))
 
 
@@ -41,7 +41,7 @@ def run(data: bytes) -> None:
 
 
 def _write_again(prefix: str) -> None:
-    """What a writer takes of a damaged shard keeps every rule, so it reads back as it was."""
+    """Packs of a damaged shard that a writer accepts keep every rule, so they are read back unchanged."""
     with refused():
         source = Shard(prefix)
         dtypes = {"token_dtype": source.header.token_dtype, "mask_dtype": source.header.mask_dtype}

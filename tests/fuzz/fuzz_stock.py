@@ -1,4 +1,4 @@
-"""A stock Megatron dataset, its masks by rule or from a second one: items are where the index says.
+"""A stock Megatron dataset, with masks by a rule or from a second dataset: items are at the index's offsets.
 
 The input is ``.idx`` and ``.bin`` of the tokens, then of the masks.
 """

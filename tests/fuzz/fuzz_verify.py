@@ -1,6 +1,6 @@
-"""Verifying: always a report; and where it finds nothing, nothing is wrong.
+"""``verify`` always gives a report, and a shard without findings has no errors.
 
-The input is a byte that says which of the five files are missing, then a shard as ``fuzz_shard`` takes it.
+The input is a byte for missing files, then an input of ``fuzz_shard``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Files = dict[str, bytes]
 
 
 def variants(data: bytes) -> list[Files]:
-    """The files of an input: as they are, with sizes that fit, and with checksums that do."""
+    """Return the files of an input: unchanged, with correct sizes, and with correct checksums."""
     files = split(data[1:])
     sized = repair_shard(files)
     missing = data[0] if data else 0
@@ -53,7 +53,7 @@ def run(data: bytes) -> None:
 
 
 def _hold_sound(prefix: str) -> None:
-    """Everything reads, and no rule is broken for whoever looks at one after the other."""
+    """Check that everything can be read, and that a slow check of all rules finds nothing."""
     shard = Shard(prefix)
     header, files = shard.header, shard.files
     lists = [np.asarray(array[:]).tolist() for array in (files.token_offsets, files.sequence_offsets, files.starts)]

@@ -1,4 +1,4 @@
-"""What every reader of packed data is held to: packs that keep the rules, the same by number as in runs."""
+"""Requirements for every reader of packed data: valid packs, the same by number and in runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Packs = list[tuple[list[int], list[Any], list[int]]]
 
 
 def packs_of(reader: PackedReader) -> Packs:
-    """Ids, mask and boundaries of every pack, read in both ways.
+    """Return ids, mask and boundaries of every pack, read in both ways.
 
     Raises:
-        SFTIndexError: a pack was refused, in either way as in the other.
+        SFTIndexError: a pack was rejected, in both ways.
     """
-    # Of a refusal only its text is kept: with its traceback it would keep this frame, and with that the files, open.
+    # Only the text of an error is kept, because its traceback would keep this frame and thereby the files open.
     packs, refusal = [], ""
     for index in range(len(reader)):
         try:

@@ -1,4 +1,4 @@
-"""Several files as one input: the sizes of all but the last as uint16, then their bytes."""
+"""Several files as one input: the sizes of all except the last as uint16, then their bytes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def join(files: Sequence[bytes]) -> bytes:
-    """An input of these files."""
+    """Return an input of these files."""
     return struct.pack(f"<{len(files) - 1}H", *map(len, files[:-1])) + b"".join(files)
 
 
 def split(data: bytes, count: int) -> list[bytes]:
-    """Any input as ``count`` files; the last takes what the others leave."""
+    """Return any input as ``count`` files. The last file is the rest."""
     sizes = struct.Struct(f"<{count - 1}H")
     data = data.ljust(sizes.size, b"\0")
     files, at = [], sizes.size

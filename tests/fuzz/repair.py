@@ -1,4 +1,4 @@
-"""Makes checksums and sizes of mutated bytes right again: behind them is where a fuzzer has to get."""
+"""Correct checksums and sizes of mutated bytes, so that a fuzzer gets past these checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_NBYTES = 320
 
 
 def field_of(raw: bytes | bytearray, name: str) -> int:
-    """One number of a header."""
+    """Return one number of a header."""
     return int(struct.unpack_from(_FORMATS[name], raw, _OFFSETS[name])[0])
 
 
@@ -38,7 +38,7 @@ def put_field(raw: bytearray, name: str, value: int | bytes) -> None:
 
 
 def repair_header(data: bytes) -> bytes:
-    """With magic, version, shard id and checksum as readers want them; all else is as the fuzzer left it."""
+    """Return a header with valid magic, version, shard id and checksum, and otherwise unchanged."""
     raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
     put_field(raw, "magic", MAGIC)
     put_field(raw, "version", 1)
@@ -53,7 +53,7 @@ def repair_header(data: bytes) -> bytes:
 
 
 def repair_shard(files: dict[str, bytes], most_nbytes: int = 1 << 14) -> dict[str, bytes]:
-    """All five files cut or filled up to the sizes that the header's counts ask for, where those are small."""
+    """Truncate or pad all five files to the sizes that follow from the header's counts, if these are small."""
     raw = bytearray(repair_header(files[".seq.idx"]))
     packs, sequences, tokens = (field_of(raw, name) for name in ("num_packs", "num_sequences", "num_tokens"))
     token = TOKEN_DTYPES.get(field_of(raw, "token_dtype"))
@@ -78,7 +78,7 @@ _BLOCK = struct.Struct("<4sIQ")
 
 
 def repair_log(data: bytes) -> bytes:
-    """A log of packs with the checksum of every whole block made right."""
+    """Return a log of packs with the checksum of every complete block corrected."""
     out, at = [], 0
     while at + _BLOCK.size <= len(data):
         _, count, _ = _BLOCK.unpack_from(data, at)
@@ -94,12 +94,12 @@ _BEGIN = b'{"sft-building": 1'
 
 
 def repair_json(data: bytes) -> bytes:
-    """With the beginning that tells a file of ours."""
+    """Return the data with the beginning by which our files are recognised."""
     return data if data.startswith(_BEGIN) else _BEGIN + b", " + data.lstrip(b"{")
 
 
 def repair_pbin(data: bytes) -> Iterator[bytes]:
-    """With each kind of header in front, for what lies before the first byte that a pickle begins with."""
+    """Yield the data with each kind of header, for the bytes before the first possible start of a pickle."""
     body, index = data[12:].split(b"\x80", 1) if b"\x80" in data[12:] else (data[12:], b"\x04].")
     size = (1, 2, 4)[len(body) % 3]
     for form, token_nbytes in (("<QI", size), (">QI", size), (">Q", 4)):
@@ -112,7 +112,7 @@ _DTYPE = re.compile(rb"'descr': '([<>|][iufb][1248])'")
 
 
 def repair_arrays(files: dict[str, bytes], most: int = 16) -> dict[str, bytes]:
-    """A memmap folder whose arrays have the shapes that its manifest asks for, where those are small."""
+    """Return a memmap folder with arrays of the shapes in its manifest, if these are small."""
     try:
         manifest = json.loads(files["manifest.json"])
         packs, width = (abs(int(manifest[name])) % most for name in ("num_bins", "pack_size"))
@@ -136,7 +136,7 @@ def repair_arrays(files: dict[str, bytes], most: int = 16) -> dict[str, bytes]:
 
 
 def repair_idx(idx: bytes, data: bytes, most: int = 64) -> tuple[bytes, bytes]:
-    """A stock index cut or filled up to the size that its count asks for, and its items laid end to end."""
+    """Return a stock index truncated or padded to the size for its count, with its items contiguous."""
     _, _, code, items, _ = IDX_HEADER.unpack(idx[: IDX_HEADER.size].ljust(IDX_HEADER.size, b"\0"))
     code, items = 1 + (code - 1) % 8, items % most
     itemsize = (1, 1, 2, 4, 8, 8, 4, 2)[code - 1]

@@ -1,6 +1,6 @@
-"""Writes the seeds of ``corpus/``, one small good input of each shape: ``python tests/fuzz/seeds.py``.
+"""Write the seeds of ``corpus/``, one small valid input of each shape: ``python tests/fuzz/seeds.py``.
 
-Inputs that once broke the contract stand beside them and are not made here.
+Inputs that once broke the contract are next to them, and are not made here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ODD_JSON = [b'{"a": 1e308, "b": -0.0, "c": 18446744073709551616}', b'"\\ud83d\\u
 
 
 def shards() -> Iterator[dict[str, bytes]]:
-    """Small shards of either token and mask dtype, one of them empty."""
+    """Yield small shards of all token and mask dtypes, one of them empty."""
     with tempfile.TemporaryDirectory() as folder:
         for count, token, mask in ((3, np.uint16, np.uint8), (1, np.int32, np.float32), (0, np.int32, np.uint8)):
             prefix = Path(folder) / f"x{count}"
@@ -70,7 +70,7 @@ def shards() -> Iterator[dict[str, bytes]]:
 
 
 def columns() -> Iterator[bytes]:
-    """Of each kind, beside the shard of the target."""
+    """Yield a column of each kind for the shard of the target."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "x"
         write_columned(prefix, COLUMNED)
@@ -79,7 +79,7 @@ def columns() -> Iterator[bytes]:
 
 
 def media_items() -> Iterator[bytes]:
-    """Of the shard of the target; of packs without items; and of a few others."""
+    """Yield the items of the target's shard, of packs without items, and of a few others."""
     with tempfile.TemporaryDirectory() as folder:
         for number, samples in enumerate((SHOWN, SHOWN[:1], [], SHOWN[::-1])):
             write_media(Path(folder) / f"x{number}", samples, metadata={"a": "é"} if number else {})
@@ -87,7 +87,7 @@ def media_items() -> Iterator[bytes]:
 
 
 def building_notes() -> Iterator[bytes]:
-    """Of a build, with and without columns; of one that is complete; and of several outputs."""
+    """Yield the files of builds with and without columns, of a complete build, and of several outputs."""
     with tempfile.TemporaryDirectory() as name:
         prefix = Path(name) / "x"
 
@@ -165,7 +165,7 @@ def stock_datasets() -> Iterator[bytes]:
 
 
 def killed_builds() -> Iterator[bytes]:
-    """Killed while writing, with and without weights; and when only renames were left."""
+    """Yield builds killed while writing, with and without weights, and killed before the renames."""
     packs = demo_samples(3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -188,7 +188,7 @@ def killed_builds() -> Iterator[bytes]:
 
 
 def _with_missing(paths: list[Path]) -> bytes:
-    """An input of files, after a byte with a bit for each of them that is not there."""
+    """Return an input of files, after a byte with a bit for each missing file."""
     missing = sum(1 << i for i, path in enumerate(paths) if not path.exists())
     return bytes([missing]) + join([path.read_bytes() if path.exists() else b"" for path in paths])
 
@@ -203,7 +203,7 @@ def raw_indexes() -> Iterator[bytes]:
 
 
 def inputs() -> Iterator[tuple[str, list[bytes]]]:
-    """Seeds by target."""
+    """Yield the seeds of each target."""
     whole = list(shards())
     rows = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
     lines = b"\n\r\n".join(rows[:2] + ODD_JSON)

@@ -1,4 +1,4 @@
-"""The fuzz targets by name. A new parser gets a module beside these, a line here, and seeds in ``corpus/NAME``."""
+"""The fuzz targets by name. A new parser needs a module in this folder, a line here, and seeds in ``corpus/NAME``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ TARGETS = {
 
 
 def load(name: str) -> Run:
-    """The function that takes one input of a target."""
+    """Return the function that takes one input of a target."""
     run: Run = importlib.import_module(f"fuzz.{TARGETS[name].module}").run
     return run

@@ -1,4 +1,4 @@
-"""Writes the golden shards of tests/golden/v1. Their bytes never change while format version 1 is written.
+"""Write the golden shards of tests/golden/v1. Their bytes must never change for format version 1.
 
     python tests/golden/make.py tests/golden/v1
 """

@@ -1,7 +1,7 @@
-"""What only a GPU can show, in one table: ``make test-gpu``. Where there is none, what is left out and why.
+"""Checks that need a GPU, as one table: ``make test-gpu``. Without a GPU, the table shows the reasons for skips.
 
-``--rehearse`` runs all of it that a CPU can, small, with stand-ins: ``thd`` for Transformer Engine's kernels, gloo for
-NCCL, plain memory for pinned. Comparisons end the program with 1 where they fail; times are told and not judged.
+``--rehearse`` runs everything that a CPU can, in small sizes and with replacements: ``thd`` for Transformer Engine's
+kernels, gloo for NCCL, plain memory for pinned. The exit code is 1 if a comparison fails. Times are only reported.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megatron_sft_idx.training.sources import StoredPacks
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, PAD = 1024, 3
-# bfloat16 keeps 8 bits, 4e-3 of a value: thousands of roundings average out in a loss, and a gradient sums them up as
-# it comes, in bfloat16. On the CPU 1e-4 and 2e-2 were seen. The control, forgotten boundaries, changes a gradient by
-# more than ten times what is allowed: by more than half of itself.
+# bfloat16 keeps 8 bits, 4e-3 of a value: thousands of roundings average out in a loss, but a gradient is summed in
+# bfloat16. On the CPU, differences were 1e-4 and 2e-2. The control, missing boundaries, changes a gradient by more than
+# half of itself, which is more than ten times the limit.
 LOSS, GRADIENT = 1e-3, 5e-2
-# Sums of float32 in another order.
+# float32 sums in another order.
 LOSS_OF_RANKS = 2e-5
 
 
 class Row(NamedTuple):
-    """A line of the table; ``good`` is None where nothing is judged."""
+    """A line of the table. ``good`` is None for values that are only reported."""
 
     check: str
     found: str
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """Attributes: what runs it, and what it needs beside one GPU; ``rehearsed`` says what stands in without one."""
+    """Attributes: the function, its needs in addition to one GPU, and in ``rehearsed`` the replacement without one."""
 
     name: str
     run: Callable[[Setting], Iterator[Row]]
@@ -69,23 +69,23 @@ class Check:
 
 @dataclass(frozen=True)
 class Setting:
-    """Attributes: where it runs, how large, and a folder to write to."""
+    """Attributes: the device, the size, and a folder to write to."""
 
     rehearse: bool
     folder: Path
 
     @property
     def length(self) -> int:
-        """Positions of a row."""
+        """The number of positions of a row."""
         return 256 if self.rehearse else 4096
 
     @property
     def attention(self) -> str:
-        """Of packed rows."""
+        """The attention for packed rows."""
         return "thd" if self.rehearse else "te"
 
     def shard(self, name: str, *, rows: int, multiple: int = 1, packed: bool = True) -> StoredPacks:
-        """Rows of about eight random sequences each, or the same sequences one a row."""
+        """Return rows of about eight random sequences each, or the same sequences with one per row."""
         prefix, rng = self.folder / name, np.random.default_rng(7)
         with ShardWriter(prefix, capacity=self.length, sequence_multiple=multiple, pad_id=PAD) as writer:
             for _ in range(rows):
@@ -101,9 +101,12 @@ class Setting:
         return StoredPacks(ShardSet.open(prefix))
 
     def model(self, attention: str, **sizes: int) -> Any:
-        """A model whose attention matters from the first step on, wrapped for its gradients; always the same one."""
+        """Return a model, wrapped for its gradients, whose attention has an effect from the first step.
+
+        Always the same.
+        """
         seed_everything(1)
-        # Small in a rehearsal: products of bfloat16 are slow on CPUs that know no such numbers.
+        # Small in a rehearsal, because bfloat16 products are slow on CPUs without support.
         hidden_size = 64 if self.rehearse else 256
         given = {
             "seq_length": self.length,
@@ -119,7 +122,7 @@ class Setting:
 
 
 def on_device(batch: Tensors) -> Tensors:
-    """A copy there."""
+    """Return a copy of the batch on the device."""
     return {name: tensor.to(current_device(), non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -127,7 +130,7 @@ def on_device(batch: Tensors) -> Tensors:
 
 
 def learned(model: Any, batch: Tensors, attention: str) -> tuple[float, torch.Tensor]:
-    """The mean loss of a batch's trained tokens, and its gradient, all parameters end to end."""
+    """Return the mean loss of a batch's trained tokens, and its gradient with all parameters concatenated."""
     model.zero_grad_buffer()
     inputs, mask = model_inputs(on_device(batch), attention)
     loss = (model(**inputs).float() * mask).sum() / mask.sum()
@@ -137,7 +140,7 @@ def learned(model: Any, batch: Tensors, attention: str) -> tuple[float, torch.Te
 
 
 def attention(setting: Setting) -> Iterator[Row]:
-    """Packed rows against every sequence in a row of its own; with forgotten boundaries as the control."""
+    """Compare packed rows with one row per sequence, and with missing boundaries as the control."""
     batch = BatchAssembler(setting.shard("attention", rows=4), setting.length).assemble(range(4))
     packed = setting.model(setting.attention)
     alone = setting.model("unpacked" if setting.rehearse else "te")
@@ -164,7 +167,7 @@ def attention(setting: Setting) -> Iterator[Row]:
 
 
 def widening(setting: Setting) -> Iterator[Row]:
-    """Narrow batches, made wide on the device, against wide ones that were made on the host."""
+    """Compare narrow batches widened on the device with wide batches made on the host."""
     for multiple in (1, 8):
         source = setting.shard(f"narrow-{multiple}", rows=6, multiple=multiple)
         wide = BatchAssembler(source, setting.length, sequence_multiple=multiple).assemble(range(6))
@@ -180,7 +183,7 @@ def widening(setting: Setting) -> Iterator[Row]:
 
 
 def digest(batch: Tensors) -> torch.Tensor:
-    """A number that depends on every value and its place; stays where the batch is."""
+    """Return a number that depends on every value and its place, on the batch's device."""
     sums = [
         (tensor.double().flatten() * torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float64))
         for _, tensor in sorted(batch.items())
@@ -189,7 +192,7 @@ def digest(batch: Tensors) -> torch.Tensor:
 
 
 def fed(setting: Setting, assembler: BatchAssembler, steps: int, *, pinned: bool) -> tuple[list[float], float, int]:
-    """Steps that compute while the next batch comes: seconds blocked in each, seconds a step, batches that arrived."""
+    """Run steps while the next batch is transferred. Return blocked seconds of each, seconds per step, and batches."""
     device, rows = current_device(), 4
     batches = [[(step * rows + row) % assembler.source.num_packs for row in range(rows)] for step in range(steps)]
     size = 128 if setting.rehearse else 6144
@@ -208,7 +211,7 @@ def fed(setting: Setting, assembler: BatchAssembler, steps: int, *, pinned: bool
         if device.type == "cuda":
             finished.append(torch.cuda.Event())
             finished[-1].record()
-            if len(finished) > 2:  # as a trainer does that reads its loss some steps late
+            if len(finished) > 2:  # like a trainer that reads its loss some steps later
                 finished[-3].synchronize()
     seconds = (time.perf_counter() - begin) / steps
     expected = [digest(assembler.assemble(packs)) for packs in batches]
@@ -217,7 +220,7 @@ def fed(setting: Setting, assembler: BatchAssembler, steps: int, *, pinned: bool
 
 
 def transfers(setting: Setting) -> Iterator[Row]:
-    """Pinned batches, copied while the device computes; buffers that go round are not written over too soon."""
+    """Copy pinned batches while the device computes, and check that reused buffers are not overwritten too early."""
     steps = 8 if setting.rehearse else 200
     assembler = BatchAssembler(setting.shard("transfers", rows=32), setting.length)
     for pinned in (True, False):
@@ -235,11 +238,11 @@ def transfers(setting: Setting) -> Iterator[Row]:
     yield Row("the same, buffers given back before they are copied", f"{arrived} of {steps}", "fewer, where copies lag")
 
 
-# ---- what packing is for ----
+# ---- the speed of packing ----
 
 
 def step_time(setting: Setting) -> Iterator[Row]:
-    """The same sequences packed, and each padded to the length of a row."""
+    """Compare packed sequences with the same sequences padded to full rows."""
     sizes = {} if setting.rehearse else {"hidden_size": 1024, "num_layers": 8, "num_attention_heads": 16}
     rates = []
     for name, packed in (("packed", True), ("padded", False)):
@@ -247,7 +250,7 @@ def step_time(setting: Setting) -> Iterator[Row]:
         assembler, model = BatchAssembler(source, setting.length), setting.model(setting.attention, **sizes)
         batches = [assembler.assemble([row, row + 1]) for row in range(0, source.num_packs - 1, 2)]
         tokens = int(source.segments(np.arange(source.num_packs)).lengths.sum())
-        for batch in batches:  # kernels are chosen in the first round
+        for batch in batches:  # the first round chooses kernels
             learned(model, batch, setting.attention)
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -263,7 +266,7 @@ def step_time(setting: Setting) -> Iterator[Row]:
 
 
 def torchrun(ranks: int, *command: object) -> None:
-    """Run a program on so many ranks; RuntimeError with what it said where it fails."""
+    """Run a program on ``ranks`` ranks. Raise RuntimeError with its output if it fails."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
     done = subprocess.run([str(part) for part in launch], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -271,7 +274,7 @@ def torchrun(ranks: int, *command: object) -> None:
 
 
 def data_parallel(setting: Setting) -> Iterator[Row]:
-    """tools/pretrain_sft.py on one rank and on two: the same loss every step."""
+    """Compare tools/pretrain_sft.py on one rank and on two: the losses must be equal in every step."""
     setting.shard("ranks", rows=16)
     curves = []
     for ranks in (1, 2):
@@ -286,9 +289,9 @@ def data_parallel(setting: Setting) -> Iterator[Row]:
 
 
 def own_positions(cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Positions of a row that are a context-parallel rank's: of each segment one part from the front, one from behind.
+    """Return a context-parallel rank's positions of a row: two parts of each segment, from its front and its end.
 
-    Every segment is cut into 2 x ranks equal parts; rank r has part r and the one as far from the end.
+    Every segment is divided into 2 x ranks equal parts. Rank r has part r and its mirror image.
     """
     own = []
     for start, stop in pairwise(cu_seqlens.unique_consecutive().tolist()):
@@ -300,7 +303,7 @@ def own_positions(cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tens
 
 
 def partition(setting: Setting) -> Iterator[Row]:
-    """Ranks share every segment's positions, each once; as Transformer Engine shares them where it is there."""
+    """Check that ranks divide every segment's positions, like Transformer Engine if it is installed."""
     source = setting.shard("partition", rows=3, multiple=4)
     batch = BatchAssembler(source, setting.length, sequence_multiple=4).assemble(range(3))
     same = True
@@ -319,7 +322,7 @@ def partition(setting: Setting) -> Iterator[Row]:
 
 
 def context_parallel(setting: Setting) -> Iterator[Row]:
-    """Two ranks that share every row against one that has all of it."""
+    """Compare two ranks that share every row with one rank that has all of it."""
     setting.shard("context", rows=2, multiple=4)
     outcomes = []
     for ranks in (1, 2):
@@ -335,7 +338,7 @@ def context_parallel(setting: Setting) -> Iterator[Row]:
 
 
 def context_rank(setting: Setting, prefix: Path, length: int, out: Path) -> None:
-    """What one context-parallel rank does with its part of every row."""
+    """Run one context-parallel rank on its part of every row."""
     connect()
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
@@ -346,7 +349,7 @@ def context_rank(setting: Setting, prefix: Path, length: int, out: Path) -> None
     for row in range(2):
         batch = assembler.assemble([row])
         own = own_positions(batch["cu_seqlens_padded"][0], ranks, rank)
-        # Boundaries stay those of the whole row.
+        # The boundaries are still for the whole row.
         part = {name: value if "seqlen" in name else value[:, own] for name, value in batch.items()}
         inputs, mask = model_inputs(on_device(part), setting.attention)
         loss = (model(**inputs).float() * mask).sum()
@@ -379,7 +382,7 @@ CHECKS = [
 
 
 def missing(check: Check, gpus: int, engine: bool, rehearse: bool) -> str | None:
-    """Why a check cannot run; None where it can."""
+    """Return why a check cannot run, or None."""
     if rehearse:
         return None if check.rehearsed else "nothing stands in for attention over several ranks"
     if gpus < check.gpus:
@@ -390,7 +393,7 @@ def missing(check: Check, gpus: int, engine: bool, rehearse: bool) -> str | None
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Lines for people: what was found, what was expected, and how it ends."""
+    """Format rows for people: found value, expected value, outcome."""
     outcome = {True: "ok", False: "FAILS", None: ""}
     cells = [("check", "found", "expected", ""), *((*row[:3], outcome[row.good]) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
@@ -398,7 +401,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what can be run, print the table; 1 where a comparison fails."""
+    """Run all possible checks and print the table. Return 1 if a comparison fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with stand-ins")
     parser.add_argument("--context-rank", type=Path, help=argparse.SUPPRESS)

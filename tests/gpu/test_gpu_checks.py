@@ -1,4 +1,4 @@
-"""The checks of make test-gpu on this machine: what can be rehearsed without a GPU, and what is said of the rest."""
+"""The checks of ``make test-gpu`` on this machine: rehearsals without a GPU, and messages about the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_without_a_gpu_it_says_what_it_skips() -> None:
     ]
 
 
-# Three ranks that import Megatron; and training that is timed, where any time is good.
+# Three ranks that import Megatron; and timed training, where any time is accepted.
 SLOW = ("data parallel", "step time")
 
 
@@ -61,7 +61,7 @@ def test_what_a_cpu_can_run_of_a_check_holds(check: checks.Check, setting: check
     print(checks.table(rows))
     judged = [row for row in rows if row.good is not None]
     assert all(row.good for row in judged)
-    # Times are told and not judged; everything else is.
+    # Times are only reported; everything else is compared.
     assert bool(judged) == (check.name != "step time")
 
 
@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(name: str, gpus: int, engine: bool, why: str |
 
 
 def test_a_context_parallel_rank_alone_reads_its_part(setting: checks.Setting) -> None:
-    """What each of two ranks does, with ``thd`` in place of Transformer Engine and one rank that has everything."""
+    """Run each of two ranks and one rank with whole rows, with ``thd`` instead of Transformer Engine."""
     source = setting.shard("context", rows=2, multiple=4)
     out = setting.folder / "out.json"
     command = [sys.executable, checks.__file__, "--context-rank", str(setting.folder / "context")]

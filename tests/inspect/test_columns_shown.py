@@ -1,4 +1,4 @@
-"""Columns as ``inspect`` tells of them: what they are, the values of a pack, and what differs between two shards."""
+"""Columns in ``inspect``: their kinds, the values of a pack, and differences between two shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_summary_lists_every_column(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(
         any(line.split()[:3] == ["column", name, spec.dtype.name] for line in lines) for name, spec in SPECS.items()
     )
-    assert any(line.endswith("bytes, written with the shard") and "uint32 x 2 a sequence" in line for line in lines)
+    assert any(line.endswith("bytes, written with the shard") and "uint32 x 2 per sequence" in line for line in lines)
     assert main(["inspect", prefix, "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert all(f"column {name}" in page for name in told)

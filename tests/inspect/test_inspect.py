@@ -1,13 +1,15 @@
-"""The inspect verb: what it says of shards, to people and to programs."""
+"""The command ``inspect``: its output for people and for programs."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +42,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def write_texts(prefix: Path, packs: list[list[str]], **options: Any) -> None:
-    """Packs of these texts as sequences, the second half of each trained."""
+    """Write packs of these texts as sequences. The second half of each is trained."""
     samples = []
     for texts in packs:
         ids = [ids_of(text) for text in texts]
@@ -88,7 +90,7 @@ def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
 
 
 class Terminal(io.StringIO):
-    """Says that it is one."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -109,6 +111,16 @@ def test_color_is_for_terminals_that_have_it(
     assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 
+def test_found_text_never_looks_like_trained_text(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with contextlib.redirect_stdout(Terminal()) as out:
+        assert main(["inspect", str(chats), "--tokenizer", str(TOKENIZER), "--find", "<|im_end|>", "--limit", "3"]) == 0
+    found = re.findall("\x1b\\[30;43m(.*?)\x1b\\[0m", out.getvalue())
+    assert found == ["<|im_end|>"] * 3
+    assert not re.search(r">>|\[\[|\x1b\[30;42m", out.getvalue())
+
+
 def test_a_pack_as_json(chats: Path) -> None:
     found = json.loads(command("inspect", chats, "--pack", 0, "--json", "--tokenizer", TOKENIZER).out)
     pairs = Shard(chats).sequences(0)
@@ -123,7 +135,8 @@ def test_find_names_pack_sequence_and_token(tmp_path: Path) -> None:
     assert outcome.code == 0
     first, second = outcome.out.splitlines()
     assert first.startswith("pack 0, sequence 0, token ")
-    assert first.endswith(": one [[needle]], two")
+    assert first.endswith(": one >>needle<<, two")
+    assert "[[" not in outcome.out  # these are for trained tokens, and half of this hit is trained
     assert second.startswith("pack 1, sequence 1, token ")
     found = json.loads(command("inspect", tmp_path / "x", "--find", "needle", "--tokenizer", TOKENIZER, "--json").out)
     shard = Shard(tmp_path / "x")
@@ -161,7 +174,7 @@ def test_find_names_the_token_behind_a_character_of_several(tmp_path: Path, befo
     x = len(raw) - 2
     write_samples(tmp_path / "x", [sample_of([len(raw)], lambda p: int(p == x), lambda p: raw[p])])
 
-    def by_bytes(ids: list[int]) -> str:  # as SentencePiece does: each byte of an unfinished character by itself
+    def by_bytes(ids: list[int]) -> str:  # like SentencePiece: each byte of an incomplete character separately
         return bytes(ids).decode("utf-8", "surrogateescape").translate(dict.fromkeys(range(0xDC80, 0xDD00), 0xFFFD))
 
     found = {text: next(find_text(Shard(tmp_path / "x"), text, by_bytes)) for text in "🫖xy"}
@@ -208,7 +221,7 @@ def test_a_shard_that_names_no_tokenizer_takes_any(tmp_path: Path) -> None:
 def test_what_cannot_be_asked(chats: Path, tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "nothing").code == 1
     assert "needs" not in command("inspect", chats, "--pack", 10_000).err
-    assert "pack 10000, the shard has" in command("inspect", chats, "--pack", 10_000).err
+    assert "no pack 10000; the shard has" in command("inspect", chats, "--pack", 10_000).err
     for arguments in (
         ["--find", "x"],
         ["--find", "", "--tokenizer", TOKENIZER],
@@ -231,6 +244,29 @@ def test_a_page_is_not_overwritten_unasked(chats: Path, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert path.read_bytes() != before
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_each_command_on_the_page_can_be_pasted(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is made with relative paths, and the commands run in another folder."""
+    monkeypatch.chdir(chats.parent)
+    tokenizer = os.path.relpath(TOKENIZER)
+    assert command("inspect", "chats", "--tokenizer", tokenizer, "--html", tmp_path / "text.html").code == 0
+    assert command("inspect", "chats", "--html", tmp_path / "ids.html").code == 0
+    monkeypatch.chdir(tmp_path)
+    for name, shown in (("text", "<|im_start|>assistant"), ("ids", "1 ")):
+        page = Path(f"{name}.html").read_text(encoding="utf-8")
+        commands = [html.unescape(one) for one in re.findall(r'<code class="command">(.*?)</code>', page)]
+        assert {one.split(" --")[-1].split()[0] for one in commands} == {"pack", "row"}
+        (searching,) = re.findall('data-command="(.*?)"', page)
+        if name == "text":
+            commands.append(html.unescape(searching) + " --find='<|im_start|>assistant'")
+        else:
+            assert searching == ""
+        for one in commands:
+            program, *arguments = shlex.split(one)
+            outcome = command(*arguments)
+            assert (program, outcome.code) == ("megatron-sft-idx", 0), outcome.err
+            assert "--row" in arguments or shown in outcome.out
 
 
 def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
@@ -294,7 +330,7 @@ def test_the_only_shard_of_a_folder_or_glob_is_taken(chats: Path, tmp_path: Path
         f"{tmp_path}: 7 shards found, but only one can be inspected at a time; pass one of: {tmp_path}/a, "
         in outcome.err
     )
-    (tmp_path / "b").mkdir()  # a folder beside the shard of its name
+    (tmp_path / "b").mkdir()  # a folder next to the shard with the same name
     assert command("inspect", tmp_path / "b").code == 0
 
 
@@ -311,7 +347,7 @@ def test_a_remote_shard_is_inspected_like_a_local_one(tmp_path: Path, monkeypatc
 
 
 def write_damaged(prefix: Path) -> None:
-    """A shard with weights that are no numbers."""
+    """Write a shard with weights that are not numbers."""
     write_samples(prefix, [sample_of([5], lambda p: 0.5, lambda p: p)], mask_dtype=np.float32)
     np.array([0.5, np.nan, np.inf, 0.5, 0], "<f4").tofile(f"{prefix}.loss.bin")
 

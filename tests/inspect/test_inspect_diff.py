@@ -1,4 +1,4 @@
-"""What differs between two shards, against what was changed."""
+"""Reported differences between two shards, compared with the changes made."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_first_differences_are_named_in_order(tmp_path: Path, parts: int, mo
     there = [sample_of([4], lambda p: int(p > 2), lambda p: 7 + p) for _ in range(12)]
     there[1] = there[9] = sample_of([3, 2], lambda p: 1, lambda p: p)
     found = compared(tmp_path, here, there)
-    # The mask is label-aligned: its entry 1 tells of token 2.
+    # The mask is label-aligned: its entry 1 refers to token 2.
     assert [(one.what, one.pack, one.position) for one in found.first] == [
         *(("token", 0, 0), ("mask", 0, 0), ("token", 0, 1), ("mask", 0, 1), ("token", 0, 2))
     ]
@@ -155,7 +155,7 @@ def test_sequences_of_one_shard_only_and_masks_that_changed_are_counted(tmp_path
     here = [one(i) for i in range(10)]
     there = [one(20), *(one(i, int(i != 3)) for i in range(9)), one(2)]
     found = compared(tmp_path, here, there).sequences
-    # 9 is only here, 20 and the second 2 only there, 3 has another mask.
+    # 9 is only in the first shard, 20 and the second 2 only in the other one, 3 has another mask.
     assert (found.shared, found.other_mask, found.only_here, found.only_there) == (8, 1, 1, 2)
     assert found.first_here == [(3, 0), (9, 0)]
     assert found.first_there == [(0, 0), (4, 0)]

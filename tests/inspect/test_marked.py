@@ -1,4 +1,4 @@
-"""The marked view of a pack, on real tokens of the demo's tokenizer."""
+"""The marked view of a pack, with real tokens of the demo's tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decode(ids: list[int]) -> str:
 
 
 def sequence(*pieces: tuple[str, float]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids and a label-aligned mask of text pieces, each trained with its weight."""
+    """Return ids and label-aligned mask of text pieces, each trained with its weight."""
     ids: list[int] = []
     weights: list[float] = []
     for text, weight in pieces:
@@ -30,7 +30,7 @@ def sequence(*pieces: tuple[str, float]) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 def body(shown: str) -> str:
-    """What was rendered, less the rules above the sequences."""
+    """Return the rendered text without the rules above sequences."""
     return "\n".join(line for line in shown.split("\n") if "── sequence" not in line)
 
 
@@ -54,7 +54,7 @@ def test_brackets_hold_exactly_what_is_trained() -> None:
 @pytest.mark.parametrize("text", ["🫖 ያ ꙮ", "e\u0301 สวัสดี", "👩\u200d👩\u200d👧", "𓀀𓀁"])
 def test_characters_of_several_tokens_stay_whole(text: str) -> None:
     ids, mask = sequence(("say: ", 0), (text, 1), (" done", 0))
-    assert len(ids) > len(text)  # or the case would not be about split characters
+    assert len(ids) > len(text)  # otherwise no character would be split
     assert body(mark_pack(ids, mask, [0, len(ids)], decode)) == f"say: [[{text}]] done"
 
 

@@ -1,4 +1,4 @@
-"""Counting in bounded memory, against numpy on all values at once."""
+"""Counting in bounded memory, compared with numpy on all values at once."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def test_a_histogram_counts_every_value_once(parts: list[list[int]], bins: int, 
     assert counts.tolist() == [sum(a <= value < b for value in values) for a, b in pairwise(edges)]
 
 
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_a_logarithmic_histogram_counts_every_value_once(values: list[int]) -> None:
+    tally = Tally(300)
+    tally.add(np.array(values, np.int64))
+    edges, counts = tally.logarithmic_histogram()
+    assert (edges[0], edges[-1]) == (min(values), max(values) + 1)
+    assert counts.tolist() == [sum(a <= value < b for value in values) for a, b in pairwise(edges)]
+    # Two classes double a value; edges are rounded to whole numbers.
+    assert all(abs(after - 2 * before) <= 2 for before, after in list(zip(edges, edges[2:], strict=False))[1:])
+
+
 def test_large_values_share_counts_but_not_extremes() -> None:
     tally = Tally(2**31 - 1)
     tally.add(np.array([5, 2**30, 2**31 - 2], np.int64))
@@ -59,6 +71,8 @@ def test_large_values_share_counts_but_not_extremes() -> None:
     edges, counts = tally.histogram(48, 0, 2**31 - 1)
     assert counts.sum() == 3
     assert len(edges) <= 49
+    edges, counts = tally.logarithmic_histogram()
+    assert (edges[0], counts.sum(), len(edges) <= 63) == (5, 3, True)
 
 
 @settings(max_examples=40)
@@ -80,7 +94,7 @@ def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=6), st.integers(2, 40))
 def test_a_sample_keeps_all_copies_or_none(parts: list[list[int]], most: int) -> None:
-    spread = [(number * 0x9E3779B97F4A7C15 + number**5) % 2**64 for number in range(41)]  # 0 among them
+    spread = [(number * 0x9E3779B97F4A7C15 + number**5) % 2**64 for number in range(41)]  # includes 0
     sample, first, values = HashSample(most), 0, [spread[number] for number in joined(parts)]
     for part in parts:
         sample.add(np.array([spread[number] for number in part], np.uint64), first)
@@ -131,7 +145,7 @@ def counted(tally: Tally) -> list[int]:
 def test_a_survey_equals_the_slow_one(tmp_path: Path, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     packs = random_packs(60)
     write_samples(tmp_path / "x", packs, capacity=64)
-    if small:  # many windows, some of one pack that is larger than a window
+    if small:  # many windows; some have one pack that is larger than a window
         monkeypatch.setattr(runs, "WINDOW_PACKS", 7)
         monkeypatch.setattr(runs, "WINDOW_TOKENS", 20)
         monkeypatch.setattr(runs, "WINDOW_SEQUENCES", 6)

@@ -1,4 +1,4 @@
-"""Images and audio in what ``inspect`` prints, in its page, and in a dry run."""
+"""Images and audio in the output of ``inspect``, in its page, and in a dry run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def wav(samples: int, rate: int = 8000) -> bytes:
 
 
 def bomb() -> bytes:
-    """A PNG of a hundred bytes that says it has 10^10 pixels."""
+    """Return a PNG of a hundred bytes that claims to have 10^10 pixels."""
     stream = io.BytesIO()
     Image.new("L", (1, 1)).save(stream, "PNG")
     raw = bytearray(stream.getvalue())
@@ -59,7 +59,7 @@ def page_of(prefix: Path, decode: Any = None) -> Markup:
 
 
 def boxes(page: Markup) -> list[str]:
-    """The words in the boxes of images and audio."""
+    """Return the words in the boxes of images and audio."""
     return [text for text in re.split(r"(?=image, |audio, )", page.text.get("span", "")) if " position" in text]
 
 
@@ -70,7 +70,7 @@ def shown_packs(prefix: Path) -> list[pages.ShownPack]:
 
 
 def pictures(page: Markup) -> list[Any]:
-    """Images of the page, decoded."""
+    """Return the images of the page, decoded."""
     found = []
     for tag, attrs in page.tags:
         if tag == "img":
@@ -89,7 +89,7 @@ def pictures(page: Markup) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_placeholders_are_folded_and_all_else_is_as_without(seed: int) -> None:
-    """Each position is shown once: as its id, or as one of the positions of its item; marks are those of the mask."""
+    """Each position is shown once, as its id or inside its item, and marks follow the mask."""
     for sample in media_samples(seed):
         pack = sample.pack
         ids, mask = np.array(pack.tokens), np.array(pack.label_mask, np.uint8)
@@ -131,7 +131,7 @@ def test_a_notebook_folds_them_too(tmp_path: Path) -> None:
 
 @pytest.fixture
 def seen(tmp_path: Path) -> Path:
-    """Three packs: two images and a recording; the first image again, and a file that is none; nothing."""
+    """Provide three packs: two images and a recording; the first image again and an invalid file; nothing."""
     first, second, sound = png(40, 30), png(200, 10), wav(12_000)
     packs = [
         media_sample(
@@ -166,7 +166,7 @@ def test_a_line_for_each_item_of_a_pack(seen: Path) -> None:
     ]
     out = command("inspect", seen, "--pack", 1).out
     assert f"positions 0 to 2, 40 x 30 pixels, {sizes[3]:,} bytes, the same file as item 0 of pack 0\n" in out
-    assert re.search(r"positions 4 to 5, 8 bytes, no image that can be decoded: ", out)
+    assert re.search(r"positions 4 to 5, 8 bytes, the image cannot be decoded: ", out)
     assert "<image x 3>" in out
     found = json.loads(command("inspect", seen, "--pack", 1, "--json").out)
     assert found["media"][0] == {
@@ -234,11 +234,11 @@ def test_images_stand_in_the_text_of_the_page(seen: Path) -> None:
     assert found[0].startswith("image, 40 x 30 pixels, ")
     assert "audio, 1.50 seconds, " in found[2]
     assert "the same file as item 0 of pack 0" in found[3]
-    assert "no image that can be decoded: 'cannot identify image file'" in found[4]
+    assert "the image cannot be decoded: 'cannot identify image file'" in found[4]
     (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
     assert "img-src data:;" in (policy or "")
     assert "default-src 'none'" in (policy or "")
-    # The ids of the placeholders are not among the text.
+    # The ids of the placeholders are not in the text.
     assert "0 1 2 3 4" not in page.text["div"]
 
 
@@ -337,7 +337,7 @@ def test_hostile_images_stay_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("decode", [None, decode_hostile])
 def test_a_page_of_many_images_is_less_than_a_megabyte(tmp_path: Path, decode: Any) -> None:
-    files = [png(300, 200 + i, i) for i in range(80)]  # noise, which no JPEG makes small
+    files = [png(300, 200 + i, i) for i in range(80)]  # noise, which JPEG cannot compress well
     packs = [
         media_sample([300], [item_of("image", 4 * k, 3, files[(7 * i + k) % 80]) for k in range(70)]) for i in range(90)
     ]
@@ -346,7 +346,7 @@ def test_a_page_of_many_images_is_less_than_a_megabyte(tmp_path: Path, decode: A
     shown, used = pictures(page), sum(len(attrs["src"] or "") for tag, attrs in page.tags if tag == "img")
     assert MAX_THUMBNAILS_NBYTES / 2 < used <= MAX_THUMBNAILS_NBYTES
     assert len(shown) > 20
-    # Every pack has its share, and every other image a box.
+    # Every pack has its share of images, and every other image is a box.
     by_pack = {
         pack.number: sum(picture.thumbnail is not None for picture in pack.pictures)
         for pack in shown_packs(tmp_path / "x")
@@ -356,7 +356,7 @@ def test_a_page_of_many_images_is_less_than_a_megabyte(tmp_path: Path, decode: A
 
 
 def test_images_count_little_of_the_text_of_a_page(tmp_path: Path) -> None:
-    """An image of a thousand positions does not hide what stands behind it."""
+    """An image of a thousand positions does not hide the text after it."""
     packs = [media_sample([4000], [item_of("image", 10 + 1200 * k, 1000, png(30, 30, k)) for k in range(3)])] * 60
     write_media(tmp_path / "x", packs)
     page = page_of(tmp_path / "x")

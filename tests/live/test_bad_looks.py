@@ -1,4 +1,4 @@
-"""One bad look at a catalog is nothing, on the side of its producer: generated faults at everything it looks at."""
+"""A single failed read of a catalog does not matter to its producer; tested with faults at everything that it reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5, keep_recent=1), 7, "r
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
-    """Two shards, one of which is completed, and all documents."""
+    """Provide a catalog of two shards, one of them completed, with all documents."""
     catalog = Catalog(tmp_path / "catalog")
     Path(catalog.folder).mkdir()
     for number in range(2):
@@ -43,7 +43,7 @@ def catalog(tmp_path: Path) -> Catalog:
 
 
 def watched(folder: Path) -> list[tuple[str, int]]:
-    """The files of a growing folder, in the order in which they are taken."""
+    """Return the files of a growing folder in the order in which they are taken."""
     (folder.parent / "inputs").unlink(missing_ok=True)
     taken = TakenFiles(str(folder.parent / "inputs"))
     files = GrowingFolder(str(folder), 1024, taken, settle=0, end_after=None, log=lambda line: None).files(0)
@@ -54,7 +54,7 @@ def watched(folder: Path) -> list[tuple[str, int]]:
 
 
 def freed(catalog: Catalog) -> list[int]:
-    """What the producer counts as ahead of its consumers; it removes nothing here."""
+    """Return the shards that the producer counts as ahead of its consumers; it removes nothing here."""
     kept = keeper.StateKeeper(catalog, replace(STATE, published=2))
     return keeper.Backpressure(catalog, kept, None, lambda line: None).free_completed()
 
@@ -91,7 +91,7 @@ def test_a_lasting_fault_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPa
 def test_an_acknowledgement_that_is_not_seen_brings_no_older_generation_back(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older one may have completed shards that the newer one needs, and the producer would remove them."""
+    """The older run may have completed shards that the newer one needs, and the producer would remove them."""
     hurry(monkeypatch)
     folder = ack_folder(catalog)
     write_ack(folder, Ack("a", 4, Deal(1), 0, 0, 0))
@@ -140,7 +140,7 @@ def test_a_writer_replaces_nothing_that_is_not_its_own(catalog: Catalog, monkeyp
     path = Path(catalog.folder, "_END.json")
     for content in ("notes", "{", '{"shards": 2}', '{"version": 1}', '{"version":2,"shards":1}', "[1]"):
         path.write_text(content)
-        if content == "{":  # any document begins like this
+        if content == "{":  # every document begins like this
             continue
         with pytest.raises(FormatError, match="which is never replaced"):
             catalog.write_end(2)
@@ -150,7 +150,7 @@ def test_a_writer_replaces_nothing_that_is_not_its_own(catalog: Catalog, monkeyp
 def test_a_heart_goes_on_beating_whatever_is_seen_of_its_state(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread must not end by an error; a torn state is made whole by the next beat."""
+    """Its thread must not end with an error; the next beat repairs a torn state."""
     monkeypatch.setattr(keeper, "_SECONDS_BETWEEN_BEATS", 0.005)
     path = Path(catalog.folder, "_producer.json")
 
@@ -178,7 +178,7 @@ def test_a_heart_goes_on_beating_whatever_is_seen_of_its_state(
 
 
 def test_what_is_no_document_is_refused_at_once(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what may be half of a document is waited for."""
+    """Only files that can be half a document are read again."""
     waits: list[None] = []
     hurry(monkeypatch, lambda: waits.append(None))
     path = Path(catalog.folder, "_END.json")

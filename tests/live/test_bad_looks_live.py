@@ -1,4 +1,4 @@
-"""One bad look at a catalog, or at chunks, is nothing, on the side of who trains: generated faults at every look."""
+"""A single failed read of a catalog or of chunks does not matter to a consumer; tested with faults at every read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITER = Waiter("rank 0", lambda seconds: None, lambda line: None)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A catalog of two shards that has ended, and a folder of two chunks that has not."""
+    """Provide a finished catalog of two shards, and an unfinished folder of two chunks."""
     make_catalog(tmp_path / "catalog", [3, 2], max_ahead_shards=4)
     write_ack(str(tmp_path / "catalog/_acks"), Ack("train", 0, Deal(1, seed=1234), 0, 1, 3))
     (tmp_path / "chunks").mkdir()
@@ -37,7 +37,7 @@ def shards(folder: Path) -> CatalogShards:
 
 
 def prepared(folder: Path) -> CatalogShards:
-    """Shards whose limits are known, as those of a loader are."""
+    """Return shards with known limits, as in a loader."""
     known = shards(folder)
     known.limits(WAITER)
     return known

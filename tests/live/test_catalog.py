@@ -1,4 +1,4 @@
-"""The catalog's folder and its two documents: names, numbers, and everything that may be wrong in what is read."""
+"""The catalog's folder and its two documents: names, numbers, and all possible errors in documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE = ProducerState(
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong here lasts, and need not be waited for."""
+    """Errors here are permanent, so waits between retries are skipped."""
     hurry(monkeypatch)
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_is_not_there_is_an_empty_catalog(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"beat": -1}, "beat is -1, expected a whole number from 0 on"),
+        ({"beat": -1}, "beat is -1, expected a whole number of at least 0"),
         ({"beat": 2**80}, "beat is "),
         ({"beat": "7"}, "beat is '7'"),
         ({"state": "asleep"}, "state is 'asleep', expected running | "),
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(catalog, change, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"capacity": 0}, "limits.capacity is 0, expected a whole number from 1 on"),
+        ({"capacity": 0}, "limits.capacity is 0, expected a whole number of at least 1"),
         ({"max_sequences_per_pack": 1.5}, "limits.max_sequences_per_pack is 1.5"),
         ({"token_dtype": "float64"}, "limits.token_dtype is 'float64', expected uint16 or int32"),
         ({"consumers": 0}, "limits.consumers is 0"),
@@ -148,7 +148,7 @@ def test_limits_that_are_wrong_are_named(catalog, change, said):
 
 def test_another_version_is_an_error_of_its_own(catalog):
     Path(catalog.folder, "_END.json").write_text('{"version": 2, "shards": "as text"}')
-    with pytest.raises(UnsupportedVersionError, match="format version 2, this package reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="format version 2, but this package reads 1"):
         catalog.end()
 
 
@@ -197,7 +197,8 @@ def test_deep_nesting_is_refused(catalog):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(os.mkfifo, "expected a file, found something that is neither"), (os.mkdir, "a folder is here")]
+    ("make", "words"),
+    [(os.mkfifo, "expected a file, found something that is neither"), (os.mkdir, "a folder, expected a file")],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make, words):
     make(Path(catalog.folder, "_END.json"))
@@ -219,13 +220,13 @@ def test_readers_see_the_old_document_or_the_new_one(catalog):
     finally:
         os.kill(writer, 9)
         os.waitpid(writer, 0)
-    catalog.write_end(1)  # what a killed writer left is in nobody's way
+    catalog.write_end(1)  # the remains of a killed writer do not matter
     catalog.write_producer(STATE)
     assert sorted(os.listdir(catalog.folder)) == ["_END.json", "_producer.json"]
 
 
 def test_a_heart_goes_on_beating_when_a_beat_was_not_written(tmp_path, monkeypatch):
-    """A disk that was full for a moment; consumers would take the producer for dead."""
+    """The disk may be full for a moment; consumers would take the producer for dead."""
     monkeypatch.setattr(keeper, "_SECONDS_BETWEEN_BEATS", 0.01)
     catalog, left = Catalog(tmp_path), [3]
     write = Catalog.write_producer
@@ -261,5 +262,8 @@ def test_a_state_that_was_not_written_is_not_taken_for_written(tmp_path, monkeyp
 
 @pytest.mark.parametrize("folder", ["s3://bucket/live", "msc://profile/live"])
 def test_a_catalog_in_an_object_store_is_refused(folder: str) -> None:
-    with pytest.raises(FormatError, match="share a file system; shards that are done may be copied to a bucket"):
+    with pytest.raises(
+        FormatError,
+        match="on a file system that producer and trainers share; finished shards can be copied to a bucket",
+    ):
         Catalog(folder)

@@ -1,4 +1,4 @@
-"""Which shards are complete, from what the ranks of each consumer have acknowledged."""
+"""Which shards are completed, computed from the acknowledgements of each consumer's ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_before_the_last_epoch_everything_is_uncompleted():
     untouched=st.integers(0, 3),
 )
 def test_a_shard_is_either_completed_or_uncompleted(items_done, leftovers, untouched):
-    """The leftovers are groups of so many shards."""
+    """``leftovers`` are the sizes of groups of shards."""
     ends = list(itertools.accumulate(leftovers))
     groups = [range(end - length, end) for end, length in zip(ends, leftovers, strict=True)]
     frontier = sum(leftovers) + untouched
@@ -81,7 +81,7 @@ def next_generation(folder: Path, acknowledged: Ack, state: RankState) -> int:
 
 
 def test_a_job_with_another_seed_has_a_generation_of_its_own(tmp_path):
-    """Else what the job before completed in its last epoch would count for one that is in its first."""
+    """Otherwise, shards that the earlier job completed in its last epoch would count for the new job's first epoch."""
     before = ack(1, 5, Deal(size=2, seed=1, epoch=1), epochs=2)
     assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=2), rank=0)) == 1
     assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=1), rank=0)) == 0
@@ -123,7 +123,7 @@ def test_the_newest_generation_counts(tmp_path):
 def test_as_the_list_of_items_written_out(size, leftovers, frontier, counts):
     flat = [shard for item in leftovers for shard in item]
     leftovers = leftovers if len(set(flat)) == len(flat) and max(flat, default=0) < frontier else []
-    # Several shards are an item only where they were begun.
+    # An item has several shards only if they were begun.
     begun = tuple(Item(tuple(item), packs_read=len(item) - 1) for item in leftovers)
     deal = Deal(size, leftovers=begun, frontier=frontier)
     items = [*leftovers, *([shard] for shard in range(frontier, 100))]
@@ -144,13 +144,13 @@ def test_an_acknowledgement_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "x" * 101, "a b"])
 def test_a_consumer_that_is_no_folder_name_is_refused(tmp_path, name):
-    with pytest.raises(FormatError, match="letter or digit first"):
+    with pytest.raises(FormatError, match="letter or digit"):
         write_ack(str(tmp_path), ack(0, 0, consumer=name))
     assert list(tmp_path.iterdir()) == []
 
 
 def deal_with(**fields: object) -> dict[str, object]:
-    """The change that gives an acknowledgement a deal with other fields."""
+    """Return the change that gives an acknowledgement a deal with other fields."""
     return {"deal": {**TWO.to_json(), **fields}}
 
 
@@ -158,7 +158,7 @@ def deal_with(**fields: object) -> dict[str, object]:
     ("change", "said"),
     [
         ({"rank": 2}, r"rank is 2, expected less than its size 2"),
-        ({"rank": 0}, r"rank is 0, expected 1, as in the file's name"),
+        ({"rank": 0}, r"rank is 0, expected 1 according to the file name"),
         ({"items_done": True}, r"items_done is True"),
         ({"items_done": 1.0}, r"items_done is 1.0"),
         ({"consumer": None}, r"consumer is None, expected a string"),
@@ -168,7 +168,7 @@ def deal_with(**fields: object) -> dict[str, object]:
         (deal_with(window=0), r"deal\.window is 0"),
         (deal_with(leftovers=[3]), r"deal\.leftovers is 3"),
         (deal_with(leftovers=[{"shards": [-1], "packs_read": 0}]), r"deal\.leftovers\[0\]\.shards is -1"),
-        ({"version": 2}, r"format version 2, this package reads 1"),
+        ({"version": 2}, r"format version 2, but this package reads 1"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, change, said):
@@ -182,7 +182,7 @@ def test_what_is_wrong_is_named(tmp_path, change, said):
 def test_two_runs_under_one_name_are_told_apart(tmp_path):
     write_ack(str(tmp_path), ack(0, 3))
     write_ack(str(tmp_path), ack(1, 3, Deal(size=2, seed=5)))
-    with pytest.raises(FormatError, match="give each its own"):
+    with pytest.raises(FormatError, match="choose a different name for each"):
         read_acks(str(tmp_path))
 
 
@@ -191,7 +191,7 @@ def test_two_runs_under_one_name_are_told_apart_behind_a_rank_that_is_an_epoch_a
     write_ack(str(tmp_path), ack(0, 0, size.of_epoch(1), epochs=2))
     write_ack(str(tmp_path), ack(1, 3, size, epochs=2))
     write_ack(str(tmp_path), ack(2, 3, Deal(size=3, leftovers=(Item((0,), 3),), frontier=1), epochs=2))
-    with pytest.raises(FormatError, match="ranks 1 and 2 of generation 0 disagree"):
+    with pytest.raises(FormatError, match="ranks 1 and 2 of generation 0 have different epochs"):
         read_acks(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Waiting for shards: what is said, and that every wait which can have no end is an error that says why."""
+"""Waiting for shards: messages, and an error with the reason for every wait that can never end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5))
 
 
 class Scene:
-    """A catalog, a clock that moves only when somebody sleeps, and what happens at which second."""
+    """A catalog, a clock that advances only during sleeps, and the events at each second."""
 
     def __init__(self, folder: Path) -> None:
         self.catalog = Catalog(folder)
@@ -79,8 +79,10 @@ def test_one_line_at_once_and_one_a_minute(scene):
     scene.at(150, lambda: scene.publish(11))
     assert scene.wait(11) == "published"
     assert len(scene.lines) == 3
-    assert scene.lines[0] == "rank 3 waits 0 s for shard 11; producer silent for 0 s, 10 published"
-    assert re.fullmatch(r"rank 3 waits 6\d s for shard 11; producer silent for [0-2] s, 10 published", scene.lines[1])
+    assert scene.lines[0] == "rank 3 waits 0 s for shard 11; last sign of life of the producer 0 s ago, 10 published"
+    assert re.fullmatch(
+        r"rank 3 waits 6\d s for shard 11; last sign of life of the producer [0-2] s ago, 10 published", scene.lines[1]
+    )
     assert scene.now - 1150 < 1.1
 
 
@@ -88,7 +90,9 @@ def test_the_line_says_what_the_producer_does(scene):
     scene.say(state="waiting for input", published=2)
     scene.at(1, lambda: scene.publish(2))
     scene.wait(2)
-    assert scene.lines == ["rank 3 waits 0 s for shard 2; producer silent for 0 s, waiting for input, 2 published"]
+    assert scene.lines == [
+        "rank 3 waits 0 s for shard 2; last sign of life of the producer 0 s ago, waiting for input, 2 published"
+    ]
 
 
 def test_the_silence_of_a_producer_that_died_long_ago_is_told(scene):
@@ -96,7 +100,7 @@ def test_the_silence_of_a_producer_that_died_long_ago_is_told(scene):
     scene.beats_until = 0
     scene.refused(1, producer_timeout=150)
     waited = [
-        re.fullmatch(r".* waits (\d+) s for shard 1; producer silent for (\d+) s, 1 published", line)
+        re.fullmatch(r".* waits (\d+) s for shard 1; last sign of life of the producer (\d+) s ago, 1 published", line)
         for line in scene.lines
     ]
     assert [line[1] == line[2] for line in waited] == [True] * 3
@@ -121,14 +125,14 @@ def test_a_dead_producer_is_noticed_by_its_silence(scene):
     scene.beats_until = 1100
     said = scene.refused(11, producer_timeout=30)
     assert "the producer is dead: no sign of life for 3" in said
-    assert "10 published; start the same command again" in said
+    assert "10 published; run the same command again" in said
     assert 1125 < scene.now < 1135
 
 
 def test_silence_before_the_wait_does_not_count(scene):
     scene.publish(0)
     assert scene.wait(0) == "published"
-    scene.now += 1000  # training on shard 0, and nobody looked
+    scene.now += 1000  # training on shard 0, without a look at the catalog
     scene.at(1020, lambda: scene.publish(1))
     scene.beats_until = 0
     assert scene.wait(1, producer_timeout=30) == "published"
@@ -136,7 +140,7 @@ def test_silence_before_the_wait_does_not_count(scene):
 
 @pytest.mark.parametrize("years", [-30, 30])
 def test_a_clock_that_is_wrong_changes_nothing(scene, years):
-    """A living producer and a dead one, on a machine or file server whose clock is decades off."""
+    """Tests a living and a dead producer on a machine or file server with a clock that is decades off."""
 
     def wrong_times() -> None:
         for name in os.listdir(scene.catalog.folder):
@@ -153,10 +157,10 @@ def test_a_clock_that_is_wrong_changes_nothing(scene, years):
 
 
 def test_no_producer_at_all(scene):
-    assert "no producer has been here for 31 s; start one: megatron-sft-idx produce" in scene.refused(
+    assert "no producer has used this folder for 31 s; start one: megatron-sft-idx produce" in scene.refused(
         0, producer_timeout=30
     )
-    assert scene.lines == ["rank 3 waits 0 s for shard 0; no producer has been here yet"]
+    assert scene.lines == ["rank 3 waits 0 s for shard 0; no producer has used this folder yet"]
 
 
 def test_a_producer_that_was_stopped_may_come_back(scene):
@@ -183,20 +187,20 @@ def test_a_shard_that_was_freed_is_not_waited_for(scene):
     said = scene.refused(2)
     assert "shard-000002" in said
     assert "shards below 3 were removed" in said
-    assert "Go on from the newest checkpoint" in said
+    assert "Resume from the newest checkpoint" in said
 
 
 def test_a_missing_shard_in_the_middle_is_not_waited_for(scene):
     for number in (0, 2):
         scene.publish(number)
-    assert "it was published and is not there any more" in scene.refused(1)
+    assert "it was published, but somebody removed it" in scene.refused(1)
     scene.catalog.write_end(3)
-    assert "it was published and is not there any more" in scene.refused(1)
+    assert "it was published, but somebody removed it" in scene.refused(1)
     assert scene.now < 1015
 
 
 def test_a_shard_that_is_seen_late_is_not_missing(scene):
-    """A network file system may show the producer's document before the shard that it counts."""
+    """A network file system can show the producer's document before the shard that it counts."""
     scene.say(published=12)
     scene.at(3, lambda: scene.publish(11))
     assert scene.wait(11) == "published"
@@ -205,15 +209,15 @@ def test_a_shard_that_is_seen_late_is_not_missing(scene):
 def test_the_longest_wait_is_kept(scene):
     scene.say(published=3)
     said = scene.refused(5, max_wait=90)
-    assert "the longest wait allowed (90 s); producer silent" in said
+    assert "the maximum wait (90 s); last sign of life" in said
     assert 1090 <= scene.now < 1092
 
 
 def test_waiting_for_each_other_is_an_error_and_not_a_hang(scene):
     scene.say(state="waiting for consumers", published=5)
     said = scene.refused(5, unacknowledged=lambda: 5, producer_timeout=30)
-    assert "no checkpoint of this one includes 5 items before this shard" in said
-    assert "save checkpoints more often, or let the producer be further ahead" in said
+    assert "no checkpoint of this consumer includes the 5 items before this shard" in said
+    assert "save checkpoints more often, or let the producer run further ahead" in said
 
 
 def test_a_commit_on_its_way_is_waited_for(scene):
@@ -225,7 +229,7 @@ def test_a_commit_on_its_way_is_waited_for(scene):
 
 
 def test_a_commit_during_a_long_wait_is_seen(scene):
-    """Other ranks go on committing, and the producer goes on, though every look finds it waiting again."""
+    """Other ranks keep committing and the producer continues, although every look finds it waiting again."""
     left = [5]
     scene.say(state="waiting for consumers", published=5)
     for second in range(10, 300, 10):
@@ -248,7 +252,7 @@ def test_a_damaged_document_is_named(scene, monkeypatch):
 
 
 def test_a_living_producer_whose_state_is_not_seen_for_a_while_is_not_dead(scene, monkeypatch):
-    """Whether its document is torn or missing whenever somebody looks, for a minute and for all but one look in it."""
+    """Its document is torn or missing at every look, for a minute or for all looks except one."""
     path = Path(scene.catalog.folder, "_producer.json")
     scene.say(published=1)
     with torn(path, 10, monkeypatch, heals=True):
@@ -269,7 +273,7 @@ def test_a_dead_producer_is_no_less_dead_where_its_state_comes_and_goes(scene):
 
 
 def test_time_in_which_nobody_could_look_is_not_silence(scene):
-    """A file system that hangs holds one look up for minutes, and the producer too, whose next beat comes after it."""
+    """A file system that hangs delays a look for minutes, and also the producer, whose next beat comes later."""
 
     def hang() -> None:
         scene.now, scene.beats_until = scene.now + 300, 0

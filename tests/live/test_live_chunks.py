@@ -1,4 +1,4 @@
-"""A folder of chunks as a live catalog, while a real producer writes it: whole chunks only, each row once."""
+"""A folder of chunks as a live catalog while a real producer writes it: only complete chunks, and each row once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAITER = Waiter("rank 0")
 
 
 def packed_rows(count: int) -> list[dict[str, Any]]:
-    """Pre-packed rows whose first id is their number."""
+    """Return packed rows whose first id is their number."""
     return [
         produced(sample_of([2 + i % 3, 3], lambda p: p % 2, lambda p, i=i: i if p == 0 else 1000 + p))
         for i in range(count)
@@ -52,7 +52,7 @@ def raw_rows(count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def producer(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A producer at work in ``tmp_path / "chunks"``."""
+    """Run a producer in ``tmp_path / "chunks"``."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     arguments = [sys.executable, str(PRODUCER), str(source), str(tmp_path / "chunks"), json.dumps(options)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
@@ -70,7 +70,7 @@ def chunks_of(tmp_path: Path, **changes: Any) -> LiveChunks:
 
 
 def ids_of(chunks: LiveChunks, number: int) -> list[int]:
-    """First ids of the packs of a chunk."""
+    """Return the first ids of the packs of a chunk."""
     opened = chunks.open(number)
     found = []
     for pack in range(opened.num_packs):
@@ -99,8 +99,8 @@ def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: i
         chunks = chunks_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5, settle_seconds=1.5)
         assert chunks.wait(first, WAITER)
         assert ids_of(chunks, first) == [0, 1, 2, 3, 4]
-        # However long it takes, half a line does not settle.
-        with pytest.raises(SFTIndexError, match="ends in the middle of a line"):
+        # Half a line never counts as complete, however long it stays unchanged.
+        with pytest.raises(SFTIndexError, match="ends with an incomplete line"):
             replace(chunks, max_wait=1.5).wait(first + 1, WAITER)
         assert process.poll() is None
         go.touch()
@@ -118,7 +118,9 @@ def test_the_end_is_declared_where_the_producer_writes_none(tmp_path: Path, capl
     assert Catalog(folder).end() == 3
     assert "the end is declared at 3 chunks" in caplog.text
     (tmp_path / "chunks/chunk_00003.jsonl").touch()
-    with pytest.raises(FormatError, match=r"chunk_00003.jsonl: it is there though the end was declared at 3 chunks"):
+    with pytest.raises(
+        FormatError, match=r"chunk_00003.jsonl: this chunk appeared after the end was declared at 3 chunks"
+    ):
         chunks_of(tmp_path).wait(2, WAITER)
 
 
@@ -129,13 +131,13 @@ def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
     with declaring_end(folder, 0.2, [folder]):
         chunks = chunks_of(tmp_path, max_wait=1.5, settle_seconds=0.1)
         assert ids_of(chunks, 0) == [0, 1, 2]
-        with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):
+        with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends with an incomplete line"):
             chunks.wait(1, WAITER)
     assert Catalog(folder).end() is None
 
 
 def test_the_end_is_declared_behind_a_last_chunk_that_was_freed(tmp_path: Path) -> None:
-    """Its producer deletes what is marked as completed, the newest chunk too."""
+    """Its producer deletes all chunks marked as completed, including the newest one."""
     with producer(tmp_path, packed_rows(3), samples_per_chunk=3) as process:
         assert process.wait(PATIENCE) == 0
     folder = str(tmp_path / "chunks")
@@ -175,7 +177,7 @@ def test_a_wait_speaks_once_and_can_be_stopped(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(Stopped):
         chunks_of(tmp_path).wait(3, waiter)
     assert [record.message for record in caplog.records] == [
-        "rank 3 waits 0 s for chunk 3 (chunk_00003.jsonl); chunk_00003.jsonl is not there, no chunk is there"
+        "rank 3 waits 0 s for chunk 3 (chunk_00003.jsonl); chunk_00003.jsonl does not exist, there are no chunks"
     ]
 
 
@@ -183,11 +185,11 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
     raw = EncodingOptions(str(TOKENIZER))
     with producer(tmp_path, packed_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(FormatError, match="it is packed already; leave --tokenizer out"):
+    with pytest.raises(FormatError, match="the chunk is already packed; leave --tokenizer out"):
         read_all(chunks_of(tmp_path, encoding=raw, num_chunks=1))
     with producer(tmp_path, raw_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(SFTIndexError, match="live ones need --tokenizer"):
+    with pytest.raises(SFTIndexError, match="--tokenizer for live chunks"):
         read_all(chunks_of(tmp_path, num_chunks=1))
     chunks = chunks_of(tmp_path, encoding=raw, num_chunks=1)
     assert chunks.limits(WAITER)[0].capacity == 64
@@ -196,7 +198,9 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["preference", "kto"])
 def test_answers_that_a_column_would_judge_are_refused(tmp_path: Path, kind: Any) -> None:
-    with pytest.raises(FormatError, match=f"--row-kind {kind} judges answers by a column, and chunks have none"):
+    with pytest.raises(
+        FormatError, match=f"--row-kind {kind} needs a column to mark bad answers, but chunks have no columns"
+    ):
         chunks_of(tmp_path, encoding=EncodingOptions(str(TOKENIZER), rows=RowOptions(kind=kind)))
 
 
@@ -230,7 +234,7 @@ def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
         live = chunks_of(tmp_path, acks=str(folder / "_acks"))
         with LiveLoader(live, LiveConfig(rank=rank, size=2, seq_length=64, shuffle=False)) as loader:
             state = loader.state_dict()
-            # As a run has it that began with chunk 0.
+            # The state of a run that began with chunk 0.
             loader.load_state_dict(state | {"deal": state["deal"] | {"frontier": first}})
             found[rank] = [int(batch["tokens"][0, 0]) for batch in loader if batch["loss_mask"].any()]
             loader.commit(loader.state_dict())
@@ -261,7 +265,7 @@ def test_chunks_are_marked_once_every_owner_has_committed(tmp_path: Path) -> Non
     acknowledge(acks, 0, 2)
     expected = [f"chunk_0000{i}.jsonl.completed" for i in (0, 1, 2)]
     assert marked() == expected
-    # What the producer deleted is not marked again.
+    # Deleted chunks are not marked again.
     for name in expected[:2]:
         (tmp_path / "chunks" / name).unlink()
         (tmp_path / "chunks" / name).with_suffix("").unlink()

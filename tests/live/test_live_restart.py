@@ -1,4 +1,4 @@
-"""tools/pretrain_sft.py on live data, killed with -9 and started again with the same command: each row once."""
+"""tools/pretrain_sft.py on live data, killed with SIGKILL and restarted with the same command: each row comes once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHATS = 300
 
 
 def options(folder: Path, ranks: int, *more: object) -> list[str]:
-    """No interval at which it saves: what is saved is what the producer's limit asks for."""
+    """Return options without a save interval, so that only the producer's limit causes checkpoints."""
     data = ["--data-path", f"live:{folder / 'chunks'}", "--seq-length", LENGTH, "--global-batch-size", ranks]
     model = ["--hidden-size", 32, "--log-interval", 1000, "--train-iters", 1000, "--metrics", folder / "log.jsonl"]
     return [str(option) for option in (*data, *model, "--save", folder / "checkpoints", "--max-wait", 60, *more)]
@@ -40,13 +40,13 @@ def training(folder: Path, ranks: int, diary: str) -> Iterator[subprocess.Popen[
 
 
 def kill(torchrun: subprocess.Popen[str]) -> None:
-    """As ``kill -9`` of everything; each rank is a group of its own, with what it has started."""
+    """Kill all processes. Each rank is a separate process group with its children."""
     if torchrun.poll() is None:
         ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
         torchrun.kill()
         for rank in ranks:
             os.killpg(int(rank), signal.SIGKILL)
-        torchrun.wait()  # and not for what else holds its output
+        torchrun.wait()  # not for other processes that hold its output
 
 
 def steps_of(folder: Path) -> int:
@@ -60,7 +60,7 @@ def saved_steps(folder: Path) -> int:
 
 
 def rows_of(folder: Path, diary: str, ranks: int, steps: int | None = None) -> list[list[int]]:
-    """What the ranks trained on, in their first steps or all of them; one row a rank and step."""
+    """Return the rows that the ranks trained on, in their first steps or in all. There is one row per rank and step."""
     lines = [(folder / f"{diary}.{rank}").read_text().splitlines()[:steps] for rank in range(ranks)]
     assert len({len(of_rank) for of_rank in lines}) == 1
     return [row for of_rank in lines for line in of_rank for row in json.loads(line)]
@@ -70,7 +70,7 @@ def rows_of(folder: Path, diary: str, ranks: int, steps: int | None = None) -> l
 def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> None:
     feed = Feed(tmp_path)
     feed.add(range(CHATS), last=True)
-    least = ranks  # one row a rank and step, in windows of one shard
+    least = ranks  # one row per rank and step, in windows of one shard
     with shard_producer(tmp_path, "--max-ahead-shards", least, "--keep-recent", 0) as producer:
         with training(tmp_path, ranks, "killed") as first:
             wait_for(lambda: 0 < saved_steps(tmp_path) < steps_of(tmp_path) - 1, first, "no checkpoint yet")
@@ -101,5 +101,7 @@ def test_too_few_shards_ahead_are_refused_at_the_start(tmp_path: Path) -> None:
         command, env={**os.environ, **THREADS}, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert re.search(r"error: .*at most 1 shards ahead.* start it with --max-ahead-shards 2 or more", done.stderr)
+    assert re.search(
+        r"error: .*at most 1 shards ahead.* start the producer with --max-ahead-shards 2 or more", done.stderr
+    )
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""How far a producer must be able to be ahead: with so many shards no step waits for ever, with fewer one may."""
+"""How far ahead a producer must be allowed to run: with the minimum no step waits endlessly, with less one can."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
 
 
 class DeadlockError(Exception):
-    """A rank waits for a shard that the producer may not publish."""
+    """Raised if a rank waits for a shard that the producer may not publish."""
 
 
 class Bounded(MemoryShards):
-    """A catalog whose producer publishes what is waited for, unless too many shards are not completed."""
+    """A catalog whose producer publishes the awaited shard, unless too many shards are not completed."""
 
     def __init__(self, counts: Sequence[int], ahead: int, least: int) -> None:
         super().__init__(counts)
@@ -62,12 +62,12 @@ class Bounded(MemoryShards):
 
 
 class Job:
-    """Ranks that step together, and commit and deal anew between steps as the training script does."""
+    """Ranks that step together. Between steps they commit and deal again, like the training script."""
 
     def __init__(self, shards: Bounded, size: int, window: int, rows: int, at_end: Any) -> None:
         self.shards, self.at_end = shards, at_end
         shape: dict[str, Any] = {"seq_length": 16, "micro_batches": rows, "window": window, "at_end": at_end}
-        # These loaders are only asked whether the next step may need a commit; the walks take the packs.
+        # These loaders only report whether the next step may need a commit; the walks take the packs.
         self.ranks = [LiveLoader(shards, LiveConfig(rank=rank, size=size, **shape)) for rank in range(size)]
         self.commits = self.deals = 0
         self._begin([rank.state for rank in self.ranks])
@@ -84,7 +84,7 @@ class Job:
         return any(rank.may_need_commit(self.shards.committed) for rank in self.ranks)
 
     def steps(self) -> Iterator[list[tuple[int, int]]]:
-        """The packs that each step trains on."""
+        """Yield the packs that each step trains on."""
         first = self.states[0]
         while True:
             if self._blocked():
@@ -138,7 +138,7 @@ def test_with_as_many_shards_no_step_waits_for_ever(
 @pytest.mark.parametrize(
     ("counts", "size", "window", "rows", "at_end"),
     [
-        # Rank 0 is inside a group of two shards and rank 1 needs its next one, every other shard of which is rank 0's.
+        # Rank 0 is inside a group of two shards, and rank 1 needs its next group; every other shard belongs to rank 0.
         ([4, 4, 4, 5, 4, 5, 5, 6], 2, 2, 1, "pad"),
         ([5, 6, 5, 6, 5, 5, 5, 6, 5, 5, 5, 5, 5, 5, 6, 6, 6, 5, 5, 6, 6, 6, 5, 5, 5, 5, 11], 2, 2, 11, "drop"),
     ],
@@ -158,7 +158,7 @@ def test_some_ranks_are_inside_a_group_and_others_between_two(
 def test_with_as_many_as_each_job_asks_for_jobs_of_any_size_follow_one_another(
     counts: list[int], ended: list[tuple[int, int, int, int]], last: tuple[int, int, int]
 ) -> None:
-    """Each has ranks, a window and packs a step of its own; all but the last are ended after some steps."""
+    """Each job has its own ranks, window and packs per step. All jobs except the last end after some steps."""
     shards = Bounded(counts, 0, max(1, min(counts[:-1], default=1)))
     seen: Counter[tuple[int, int]] = Counter()
     states: list[RankState] = []
@@ -167,7 +167,7 @@ def test_with_as_many_as_each_job_asks_for_jobs_of_any_size_follow_one_another(
         if states:
             deal = dealt_anew(states, size, window)
             at_work._begin([replace(rank.state, deal=deal) for rank in at_work.ranks])
-        # What a job asks for counts the groups that earlier jobs left behind.
+        # The number that a job needs includes the groups that earlier jobs left behind.
         shards.ahead = least_ahead(at_work.states[0].deal, rows, shards.least)
         for packs in itertools.islice(at_work.steps(), steps):
             seen.update(packs)
@@ -176,7 +176,7 @@ def test_with_as_many_as_each_job_asks_for_jobs_of_any_size_follow_one_another(
 
 
 def test_with_fewer_one_may_wait_for_ever() -> None:
-    """The control: two ranks, the second of which is through with its shard before the first."""
+    """This is the control: the second of two ranks finishes its shard before the first."""
     for less, ends in ((0, True), (1, False)):
         at_work = job([9, 1, 1, 1, 1, 1, 9, 1], 2, 1, 2, less)
         assert at_work.shards.ahead == 4 - less
@@ -188,7 +188,7 @@ def test_with_fewer_one_may_wait_for_ever() -> None:
 
 
 def test_ranks_that_fall_behind_are_dealt_less() -> None:
-    """Rank 1 always gets the smaller shards; as they are dealt at first, no number of shards would do for long."""
+    """Rank 1 always gets the smaller shards. With the first deal, no number of shards would suffice for long."""
     at_work = job([8, 4] * 30, 2, 1, 2)
     assert sum(map(len, at_work.steps())) == 360
     assert at_work.deals > 1
@@ -201,14 +201,14 @@ def test_ranks_that_fall_behind_are_dealt_less() -> None:
 @pytest.mark.parametrize(
     ("ranks", "window", "rows", "least", "shards"),
     [
-        (1, 1, 1, 1, 1),  # one pack after the other
-        (1, 1, 4, 8, 2),  # a step may begin in one shard and end in the next
+        (1, 1, 1, 1, 1),  # one pack at a time
+        (1, 1, 4, 8, 2),  # a step can begin in one shard and end in the next
         (2, 1, 2, 8, 4),  # the data of docs/streaming.md on two ranks
         (3, 1, 2, 8, 6),
         (2, 1, 9, 8, 4),
-        (2, 1, 10, 8, 6),  # a step of ten packs may take of three shards with eight
+        (2, 1, 10, 8, 6),  # a step of ten packs can need three shards of eight packs
         (2, 2, 10, 8, 8),
-        (4, 3, 1, 100, 18),  # three ranks inside a group, and rank 3 needs shards between those of the others
+        (4, 3, 1, 100, 18),  # three ranks are inside a group, and rank 3 needs shards between theirs
     ],
 )
 def test_the_number_by_hand(ranks: int, window: int, rows: int, least: int, shards: int) -> None:
@@ -243,7 +243,7 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
         if packs == 3:
             next(batches)
         else:
-            with pytest.raises(FormatError, match=r"take 4 packs a step need 4 to go on; .* --max-ahead-shards 4"):
+            with pytest.raises(FormatError, match=r"4 packs per step need 4; .* --max-ahead-shards 4"):
                 next(batches)
 
 
@@ -252,7 +252,7 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
 def test_where_the_producer_waits_for_a_commit_consumers_know(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else both would wait for each other; a shard's parts take more bytes than the shard, and shards differ."""
+    """Otherwise both would wait for each other. A shard's parts need more bytes than the shard, and shards differ."""
     rng = np.random.default_rng(seed)
     catalog = make_catalog(tmp_path / "c", [1, 1, 1], ended=False)
     sizes = rng.integers(50, 150, 3).tolist()

@@ -1,4 +1,4 @@
-"""What tools/pretrain_sft.py does with live data, in one process: refusals, ends, and going on after a kill."""
+"""tools/pretrain_sft.py with live data in one process: errors, the end of data, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def finished(folder: Path, rows: list[dict[str, Any]], size: int = 3) -> Path:
-    """A folder of chunks that nobody writes any more."""
+    """Return a finished folder of chunks."""
     folder.mkdir()
     numbers = range(0, len(rows), size)
     for number, begin in enumerate(numbers):
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_where_its_checkpoint_ended(kind: str, script: Modu
     assert len(whole.rows) == 24
     saves = ["--save", tmp_path / "checkpoints", "--save-interval", 5]
     assert not run(script, options(folder, *more, *saves, "--consumer", "killed"), kill_at=14).losses
-    # Ten rows are committed: the first group of two chunks, and most of the next.
+    # Ten rows are committed: the first group of two chunks and most of the next.
     markers = sorted(path.name for path in folder.glob("*.completed"))
     assert markers == ["chunk_00000.jsonl.completed", "chunk_00001.jsonl.completed"]
     resumed = run(script, options(folder, *more, "--consumer", "killed", "--load", tmp_path / "checkpoints"))
@@ -156,7 +156,7 @@ def test_a_script_may_have_fewer_options_than_ours(script: ModuleType, tmp_path:
     args = script.parse_arguments(options(folder, *PACKS))
     for name in ("repack", "balance_attention", "chat_template", "on_bad_row"):
         delattr(args, name)
-    args.split = None  # as Megatron's arguments have it where nobody gave it
+    args.split = None  # the value in Megatron's arguments if it is not given
     script.check_live_options(args)
     assert not script.is_live(Namespace(data_path=None))
     with script.open_live(args) as live:
@@ -180,7 +180,7 @@ def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tm
 
 
 def test_the_vocabulary_is_known_when_every_shard_is_freed(script: ModuleType, tmp_path: Path) -> None:
-    """A run that was through is started again, by a script that does not know."""
+    """A finished run is started again by a script that does not know that."""
     described = {"tokenizer": {"vocab_size": 2000}}
     catalog = Catalog(tmp_path)
     catalog.write_producer(ProducerState(Limits(LENGTH, 8), published=2, freed=2, options=described))
@@ -215,7 +215,7 @@ def test_the_same_command_goes_on_by_itself(
     assert f"saved {tmp_path}/checkpoints/iter_0000005" in capsys.readouterr().out
     assert_bitwise(run(script, same).rows, whole.rows[10:])
     assert f"resuming from {tmp_path}/checkpoints/iter_0000005, after 5 steps" in capsys.readouterr().out
-    # What is through stays so.
+    # A finished run stays finished.
     assert not run(script, same).rows
     assert "the data ended after step 12" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""tools/pretrain_sft.py on live data: producers at work while four ranks train, every row once, disk freed behind."""
+"""tools/pretrain_sft.py on live data: four ranks train while producers write; every row once, and files are freed."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from torchruns import torchrun
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
-# Four ranks that import torch and Megatron take most of a minute of two cores.
+# Four ranks that import torch and Megatron take most of a minute on two cores.
 pytestmark = pytest.mark.slow
 
 RANKS, LENGTH, LINES, ROWS, CHATS = 4, 64, 3, 41, 200
 PATIENCE = 240.0
-# The producers stop in this row, in the middle of a chunk, until training has come so far.
+# The producers stop at this row, in the middle of a chunk, until training has done this number of steps.
 STOP_ROW, STEPS_BEFORE = 28, 6
 
 
 @dataclass
 class Run:
-    """What a run left: each rank's rows and losses, and what was said."""
+    """The results of a run: each rank's rows and losses, and the output."""
 
     rows: list[list[dict[str, np.ndarray]]]
     losses: list[list[float]]
     said: str
 
     def real(self, rank: int) -> list[np.ndarray]:
-        """Tokens of the rows of a rank that any loss is taken of, without their padding."""
+        """Return the tokens of a rank's rows with loss, without padding."""
         found = []
         for row in self.rows[rank]:
             if row["loss_mask"].any():
@@ -58,7 +58,7 @@ def chat(number: int) -> dict[str, Any]:
 
 
 def pack(number: int) -> dict[str, Any]:
-    """Two sequences, whose first ids are the row's number."""
+    """Return a pack of two sequences whose first ids are the row's number."""
     return produced(sample_of([3 + number % 4, 5], lambda p: p % 2, lambda p: number if p == 0 else 1000 + p))
 
 
@@ -86,7 +86,7 @@ def steps_of(folder: Path) -> int:
 
 
 def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS, **more: Any) -> subprocess.Popen[str]:
-    """Ranks that take the runs one after the other; ``more`` as for ``pretrain_runs.run``."""
+    """Start ranks that do the runs one after the other. See ``pretrain_runs.run`` for ``more``."""
     plan = folder / "plan.json"
     plan.write_text(json.dumps({name: {"options": wanted, **more} for name, wanted in runs.items()}))
     return subprocess.Popen(
@@ -108,21 +108,21 @@ def wait_for(what: Any, training: subprocess.Popen[str], why: str) -> None:
 
 
 def finish(folder: Path, name: str, said: str, ranks: int = RANKS) -> Run:
-    """What a run of some ranks left in the folder."""
+    """Return the results of a run of some ranks in the folder."""
     rows = [np.load(folder / f"{name}.{rank}.npy", allow_pickle=True).tolist() for rank in range(ranks)]
     losses = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
     return Run(rows, losses, said)
 
 
 class Feed:
-    """The input of a producer of shards: a folder that it watches, in which files appear."""
+    """The input of a producer of shards: a watched folder to which files are added."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "input"
         self.folder.mkdir(parents=True)
 
     def add(self, rows: range, *, last: bool = False) -> None:
-        """Files of ten chats each."""
+        """Add files of ten chats each."""
         for first in rows[::10]:
             name = f"{first:05d}.jsonl"
             written = write_rows(self.folder / f"_{name}", [chat(i) for i in rows if first <= i < first + 10])
@@ -133,7 +133,7 @@ class Feed:
 
 @contextmanager
 def shard_producer(folder: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
-    """``megatron-sft-idx produce`` at work on what comes into a feed."""
+    """Run ``megatron-sft-idx produce`` on the files of a feed."""
     source = ["--watch", folder / "input", "--settle", 0.5, "--tokenizer-model", TOKENIZER, "--workers", 0]
     shards = ["--catalog", folder / "chunks", "--seq-length", LENGTH, "--tokens-per-shard", 100]
     command = [sys.executable, "-m", "megatron_sft_idx", "produce", *source, *shards, *more]
@@ -153,7 +153,7 @@ def shard_producer(folder: Path, *more: object) -> Iterator[subprocess.Popen[str
 
 @contextmanager
 def chunk_run(folder: Path, row: Callable[[int], dict[str, Any]]) -> Iterator[tuple[Any, Callable[[], object]]]:
-    """A producer of chunks that stops in the middle of a line, and what lets it go on."""
+    """Run a producer of chunks that stops in the middle of a line. Yield it with a function that lets it continue."""
     folder.mkdir()
     go, rows = folder / "go", [row(i) for i in range(ROWS)]
     with producer(folder, rows, samples_per_chunk=LINES, stops={str(STOP_ROW): str(go)}, keep_recent=1) as process:
@@ -162,7 +162,7 @@ def chunk_run(folder: Path, row: Callable[[int], dict[str, Any]]) -> Iterator[tu
 
 @contextmanager
 def catalog_run(folder: Path) -> Iterator[tuple[Any, Callable[[], object]]]:
-    """A producer of shards that waits for the second half of its input, and what gives it that."""
+    """Run a producer of shards that waits for the second half of its input. Yield it with a function that adds that."""
     feed = Feed(folder)
     feed.add(range(CHATS // 2))
     with shard_producer(folder, "--keep-recent", 1) as process:
@@ -171,7 +171,7 @@ def catalog_run(folder: Path) -> Iterator[tuple[Any, Callable[[], object]]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Four ranks that train on a catalog, then on raw chats, then on packs, while a producer writes each."""
+    """Train with four ranks on a catalog, then on raw chats, then on packs, while a producer writes each."""
     folder = tmp_path_factory.mktemp("live")
     wanted = {"catalog": options(folder / "catalog", *saves(folder / "catalog")), **chunk_runs(folder)}
     written: dict[str, str] = {}
@@ -186,7 +186,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         for name, (at_work, go_on) in producers.items():
             data = folder / name / "chunks"
             wait_for(lambda: steps_of(folder / name) >= STEPS_BEFORE, training, f"{name}: no steps yet")  # noqa: B023
-            # Nobody had to wait for the producer: it is in the middle of its rows.
+            # No rank had to wait for the producer: it is in the middle of its rows.
             assert at_work.poll() is None
             assert Catalog(data).end() is None
             if "--save" in wanted[name]:
@@ -201,7 +201,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, Any]:
-    """By run, what finds the number of a row in its tokens."""
+    """Return for each run a function that finds the number of a row in its tokens."""
     tokenizer = RowEncoder(EncodingOptions(str(TOKENIZER))).tokenizer
 
     def of_chat(tokens: np.ndarray) -> int:
@@ -221,14 +221,14 @@ def test_every_row_is_trained_on_once(name: str, runs: dict[str, Run], numbers: 
     found = [[numbers[name](tokens) for tokens in run.real(rank)] for rank in range(RANKS)]
     assert sorted(number for rank in found for number in rank) == list(range(ROWS))
     for rank in range(RANKS):
-        # Chunk c belongs to rank c mod size, and only its own rows come; with window 0 in their order.
+        # Chunk c belongs to rank c mod size, and only its own rows come; with window 0 in order.
         mine = [number for number in range(ROWS) if number // LINES % RANKS == rank]
         assert found[rank] == mine if name == "packed" else sorted(found[rank]) == mine
 
 
 @pytest.mark.parametrize("name", ["raw", "packed"])
 def test_all_ranks_take_the_same_steps(name: str, runs: dict[str, Run]) -> None:
-    # The rank with most rows has four chunks of three; the others are padded with rows without loss.
+    # The rank with most rows has four chunks of three; other ranks are padded with rows without loss.
     assert {len(rows) for rows in runs[name].rows} == {12}
     assert all(losses == runs[name].losses[0] for losses in runs[name].losses)
     assert len(runs[name].losses[0]) == 12
@@ -259,7 +259,7 @@ def test_the_log_says_what_is_going_on(runs: dict[str, Run]) -> None:
         r"rank \d waits 0 s for chunk \d+ \(chunk_\d{5}.jsonl\); ",
         r"rank 1: committed epoch 1, \d+ items, \d+ packs",
         r"chunk_00000.jsonl is completed",
-        r"no chunk came and none has grown for 4 s: the end is declared at 14 chunks",
+        r"no chunk was added or has grown for 4 s, so the end is declared at 14 chunks",
         r"the data ended after step 12, before --train-iters 1000",
     ):
         assert re.search(line, said), line
@@ -268,6 +268,6 @@ def test_the_log_says_what_is_going_on(runs: dict[str, Run]) -> None:
 
 
 def _only_padding(opened: list[tuple[str, str]]) -> bool:
-    """Ranks open another's chunk to pad with its rows, once they are through with theirs."""
+    """Return whether chunks were opened only for padding: ranks that are done pad with rows of another rank's chunk."""
     foreign = [(rank, number) for rank, number in opened if int(number) % RANKS != int(rank)]
     return len(set(foreign)) <= 2 * RANKS and all(int(number) >= 8 for _, number in foreign)

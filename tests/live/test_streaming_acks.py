@@ -1,4 +1,4 @@
-"""Acknowledgements: what makes a shard complete, who may write that, and what is known of shards that are gone."""
+"""Acknowledgements: when a shard is completed, who may write that, and information about removed shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_shard_is_complete_when_a_checkpoint_is_committed_not_when_it_was_read
         state = batches.state_dict()
         copies(batches, 3)
         assert shards_completed(catalog) == []
-        for _ in range(2):  # again does no harm
+        for _ in range(2):  # repetition is harmless
             batches.commit(json.loads(json.dumps(state)))
             assert shards_completed(catalog) == [0, 1]
 
@@ -54,7 +54,7 @@ def test_nothing_is_complete_before_the_last_epoch(catalog: Path) -> None:
 
 
 def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """A producer that may be three shards ahead never makes a fourth in the first of two epochs."""
+    """A producer that may be three shards ahead never makes a fourth one in the first of two epochs."""
     catalog = make_catalog(tmp_path / "c", [2, 2, 2], ended=False, max_ahead_shards=3)
     said = catalog.producer()
     assert said is not None
@@ -74,7 +74,7 @@ def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) 
         with loader(shards, epochs=2) as batches:
             copies(batches, 6)
             batches.commit(batches.state_dict())
-            with pytest.raises(SFTIndexError, match="only the last completes shards"):
+            with pytest.raises(SFTIndexError, match="only the last one completes shards"):
                 next(batches)
     finally:
         beats.set()
@@ -82,7 +82,7 @@ def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) 
 
 
 def test_ranks_that_are_ahead_are_counted_by_their_acknowledgements(catalog: Path) -> None:
-    """Rank 0 is done, and its shards are freed, when rank 1 begins: rank 1 still takes as many steps."""
+    """Rank 0 is done and its shards are freed when rank 1 begins; rank 1 still takes the same number of steps."""
     with loader(catalog, 0, 2) as ahead:
         steps = len(copies(ahead))
         ahead.commit(ahead.state_dict())
@@ -98,13 +98,16 @@ def test_freed_shards_that_nobody_acknowledged_cannot_be_counted(catalog: Path) 
     remove(catalog, 0)
     with (
         loader(catalog, 1, 2) as batches,
-        pytest.raises(SFTIndexError, match="shard-000000: it was published and"),
+        pytest.raises(SFTIndexError, match="shard-000000: it was published, but"),
     ):
         copies(batches)
 
 
 def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> None:
-    """Two ways on from one checkpoint, with other sizes: acknowledgements of the first do not count for the second."""
+    """Two runs with other sizes resume from one checkpoint.
+
+    Acknowledgements of the first do not count for the second.
+    """
     with loader(catalog) as batches:
         copies(batches, 2)
         states = [batches.state_dict()]
@@ -131,7 +134,7 @@ def test_what_is_wrong_with_another_consumer_is_its_own_matter(catalog: Path, mo
 
 
 def test_empty_shards_at_the_end_are_complete_too(tmp_path: Path) -> None:
-    """No micro-batch follows them, so only who comes to the end knows that they are done."""
+    """No micro-batch follows them, so they are done only when a rank reaches the end."""
     counts = [3, 0, 2, 1, 0, 0]
     make_catalog(tmp_path / "c", counts)
     for rank in range(2):
@@ -142,7 +145,7 @@ def test_empty_shards_at_the_end_are_complete_too(tmp_path: Path) -> None:
 
 
 def test_a_run_from_an_older_checkpoint_takes_back_what_is_complete(catalog: Path) -> None:
-    """Or the producer would remove under its eyes what it has still to read."""
+    """Otherwise the producer would remove shards that the run still has to read."""
     with loader(catalog) as batches:
         copies(batches, 6)
         older = batches.state_dict()
@@ -195,7 +198,7 @@ def test_a_name_that_is_no_folders_is_refused_before_training(catalog: Path, con
 
 @pytest.fixture
 def readable() -> Iterator[Path]:
-    """A folder that another user reaches."""
+    """Provide a folder that another user can access."""
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o755)
         yield Path(made)
@@ -221,6 +224,6 @@ def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytes
         with loader(readable / "free") as batches:
             copies(batches)
             batches.commit(batches.state_dict())
-        assert sum("cannot be written to; nothing depends on it" in line for line in caplog.messages) == 1
+        assert sum("is not writable; this has no effect on training" in line for line in caplog.messages) == 1
 
     in_a_child(as_another, user=NOBODY)

@@ -1,4 +1,4 @@
-"""Columns of live shards: in batches as of finished shards, wherever a run goes on, and refused where they differ."""
+"""Columns of live shards: equal batches to finished shards, also after a resume, and errors if shards differ."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 
 COUNTS = [5, 3, 0, 7, 4, 6]
-# ``source`` is refused.
+# ``source`` is rejected.
 SPECS = {name: spec for name, spec in ALL_SPECS.items() if name != "source"}
 A_SEQUENCE = next(name for name, spec in SPECS.items() if spec.per == "sequence" and spec.width == 1)
 Tensors = dict[str, torch.Tensor]
 
 
 def write(folder: Path, shard: int, packs: int, specs: dict[str, ColumnSpec] = ALL_SPECS) -> None:
-    """Values count from another number in each shard."""
+    """Publish a shard with columns. Values count from another number in each shard."""
     prefix = Catalog(folder).shard_prefix(shard)
     write_columned(prefix, packs_of(shard, packs), specs, first=17 * shard, capacity=CAPACITY, pad_id=0)
 
@@ -62,7 +62,7 @@ def finished(folder: Path) -> BatchAssembler:
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_batches_have_what_those_of_finished_shards_have(catalog: Path, window: int) -> None:
-    """Every tensor of every batch, where packs come as they are stored."""
+    """Compares every tensor of every batch, with packs in stored order."""
     options: dict[str, Any] = {"shuffle": False, "micro_batch_size": 5, "window": window, "columns": list(SPECS)}
     with loader(catalog, **options) as batches:
         taken = copies(batches)
@@ -79,7 +79,7 @@ def test_batches_have_what_those_of_finished_shards_have(catalog: Path, window: 
 def test_every_pack_keeps_its_values_where_a_run_goes_on_with_other_ranks(
     catalog: Path, sizes: tuple[int, int]
 ) -> None:
-    """Shuffled, resumed on another number of ranks and with other micro-batches."""
+    """The run is shuffled, and resumed on another number of ranks with other micro-batches."""
     assembler = finished(catalog)
     rows = {name: assembler.sample(pack) for pack, name in enumerate(all_names(COUNTS))}
     options: dict[str, Any] = {"window": 2, "columns": list(SPECS)}
@@ -109,7 +109,7 @@ def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -
     with ShardWriter(catalog.shard_prefix(0), capacity=CAPACITY, columns={"pair": PAIR}) as writer:
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
     catalog.write_end(1)
-    with pytest.raises(FormatError, match=r"holds preference pairs .column 'pair'.*; ask for it in columns"):
+    with pytest.raises(FormatError, match=r"holds preference pairs .column 'pair'.*; request .*columns="):
         read(Path(catalog.folder))
     assert read(Path(catalog.folder), "pair")[0]["pair"].tolist() == [[[0, 0], [0, 1], [0, 0], [0, 0]]]
 
@@ -141,14 +141,14 @@ def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
 
 
 def test_source_is_refused_because_each_shard_numbers_its_own_files(catalog: Path) -> None:
-    with pytest.raises(FormatError, match="columns: source numbers the files that its own shard lists"):
+    with pytest.raises(FormatError, match="columns: the column source refers to the file list of each shard"):
         read(catalog, "source")
 
 
 def test_what_has_no_columns_says_so(tmp_path: Path) -> None:
     (tmp_path / "chunk_00000.jsonl").write_text("")
     (tmp_path / "_SUCCESS").write_text("")
-    with pytest.raises(FormatError, match="columns grade: chunks have none"):
+    with pytest.raises(FormatError, match="columns grade: chunks have no columns"):
         read(LiveChunks(str(tmp_path), Limits(CAPACITY, 3), num_chunks=1), "grade")  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="column 'tokens'"):
         read(tmp_path, "tokens")

@@ -1,4 +1,4 @@
-"""Catalogs that are filled while they are read, by a real process; and everything that can happen to either side."""
+"""Catalogs that a real process fills while they are read, with failures on both sides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTS = [4, 3, 5, 2, 6, 4]
 
 
 class Taking:
-    """A loader that another thread drains."""
+    """A loader whose batches another thread takes."""
 
     def __init__(self, batches: LiveLoader) -> None:
         self.batches, self.names, self.error = batches, [], None
@@ -49,14 +49,14 @@ class Taking:
             self.error = error
 
     def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is so."""
+        """Wait until a condition is true."""
         deadline = time.monotonic() + PATIENCE
         while not true():
             assert time.monotonic() < deadline, f"{len(self.names)} packs, {self.error}"
             time.sleep(0.01)
 
     def ended(self) -> list[int]:
-        """What was taken in all, once it has come to its end."""
+        """Wait for the end and return everything that was taken."""
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "no end"
         if self.error is not None:
@@ -91,7 +91,7 @@ def test_a_trainer_that_is_there_before_the_producer(tmp_path: Path) -> None:
 
 
 def test_batches_that_are_ready_are_not_held_back(tmp_path: Path) -> None:
-    """With back-pressure that would be the end: the next shard comes only after this one is acknowledged."""
+    """With back-pressure it would never end: the next shard comes only after this one is acknowledged."""
     with producing(tmp_path / "c", max_ahead_shards=2) as producer:
         producer("publish", 4)
         with loader(impatient(tmp_path / "c"), micro_batch_size=2) as batches:
@@ -119,14 +119,14 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
         taking = Taking(loader(impatient(tmp_path / "c"), 0, 2, at_end="drop"))
         producer("publish", 4)
         time.sleep(0.3)
-        assert taking.names == []  # rank 1 has nothing yet, and may never have
+        assert taking.names == []  # rank 1 has nothing yet, and may never get a pack
         producer("publish", 3)
         taking.until(lambda: len(taking.names) == 3)
         producer("end")
         assert len(taking.ended()) == 3
 
 
-# ---- waiting that ends in an error, or in silence ----
+# ---- waits that end with an error, or without one ----
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
         ([("become", "failed", "the tokenizer is gone")], {}, "producer failed: the tokenizer is gone"),
         ([("hush",)], {"producer_timeout": 0.5}, "the producer is dead"),
         ([("become", "stopped", "Ctrl-C"), ("hush",)], {"producer_timeout": 0.5}, r"stopped \(Ctrl-C\)"),
-        ([], {"max_wait": 0.5}, "longest wait allowed"),
+        ([], {"max_wait": 0.5}, "the maximum wait"),
         ([("become", "waiting for consumers")], {"producer_timeout": 0.5}, "save checkpoints more often, or let"),
         ([("lose", True), ("publish", 3)], {}, "shards below 2 were removed"),
-        ([("lose", False), ("publish", 3), ("end",)], {}, "was published and is not there"),
+        ([("lose", False), ("publish", 3), ("end",)], {}, "was published, but somebody removed it"),
     ],
 )
 def test_a_shard_that_will_not_come_is_an_error_that_says_why(
@@ -157,7 +157,7 @@ def test_a_shard_that_will_not_come_is_an_error_that_says_why(
 def test_no_producer_at_all(tmp_path: Path) -> None:
     with (
         loader(impatient(tmp_path / "nowhere", producer_timeout=0.3)) as batches,
-        pytest.raises(SFTIndexError, match="nowhere: rank 0 waits for shard-000000: no producer has been here"),
+        pytest.raises(SFTIndexError, match="nowhere: rank 0 waits for shard-000000: no producer has used this folder"),
     ):
         next(batches)
 
@@ -173,7 +173,7 @@ def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path) -> None
 
 
 def test_a_save_may_take_longer_than_any_wait(tmp_path: Path) -> None:
-    """Meanwhile the loader's thread waits for a shard that the producer publishes only after the commit."""
+    """During the save, the loader's thread waits for a shard that the producer publishes only after the commit."""
     with producing(tmp_path / "c", max_ahead_shards=1) as producer:
         producer("publish", 4)
         with loader(impatient(tmp_path / "c", max_wait=0.5, producer_timeout=0.5)) as batches:
@@ -197,7 +197,7 @@ def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         taking.ended()
     waits = [line for line in caplog.messages if "waits" in line]
     assert len(waits) == 1
-    assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer silent for 0 s, 1 published")
+    assert waits[0].startswith("rank 3 waits 0 s for shard 3; last sign of life of the producer 0 s ago, 1 published")
 
 
 def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None
         path.unlink()
     (tmp_path / "c" / "shard-000001.seq.idx").symlink_to(tmp_path / "nowhere")
     taking = Taking(loader(impatient(tmp_path / "c")))
-    with pytest.raises(SFTIndexError, match="shard-000001: it was published and is not there any more"):
+    with pytest.raises(SFTIndexError, match="shard-000001: it was published, but somebody removed it"):
         taking.ended()
     assert sorted(taking.names) == names(0, 3)
 
 
-# ---- what is killed and comes again ----
+# ---- kills and restarts ----
 
 
 def test_a_producer_that_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_producer_that_is_killed_and_started_again(tmp_path: Path) -> None:
 
 
 def train(folder: Path, out: Path, rank: int, size: int, die_after: int | None) -> None:
-    """A rank that notes what it trained on, and saves and commits a checkpoint every three steps."""
+    """Run a rank that records what it trained on, and saves and commits a checkpoint every three steps."""
     checkpoint = out / f"checkpoint-{rank}.json"
     with loader(impatient(folder), rank, size, micro_batch_size=2) as batches:
         trained: list[int] = []
@@ -273,7 +273,7 @@ def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -
 
 
 def test_shards_freed_behind_the_consumers_leave_nothing_out(tmp_path: Path) -> None:
-    """The least a producer may keep: what is complete goes at once, and no more than the ranks need is there."""
+    """The producer keeps the minimum: completed shards are removed at once, and only shards that ranks need exist."""
     counts = [4] * 12
     with producing(tmp_path / "c", max_ahead_shards=3, keep_recent=0) as producer:
         found: list[int] = []

@@ -1,4 +1,4 @@
-"""The loader on catalogs that are finished: what is served, resumed and acknowledged."""
+"""The loader on finished catalogs: its batches, resuming and acknowledgements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(some: list[Tensors], others: list[Tensors]) -> bool:
 
 
 def test_batches_are_the_assemblers(catalog: Path) -> None:
-    """Every tensor of every batch, where packs come as they are stored."""
+    """Compares every tensor of every batch, with packs in stored order."""
     source = StoredRows(*(Shard(Catalog(catalog).shard_prefix(number)) for number in range(len(COUNTS))), pad_id=0)
     assembler = BatchAssembler(source, 16, width=5)
     with loader(catalog, shuffle=False, micro_batch_size=5) as batches:
@@ -135,19 +135,19 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
         next(batches)
         state = batches.state_dict()
     for options, says in (
-        ({"rank": 1}, "rank 0, and here it is 1"),
-        ({"size": 3}, "data-parallel size 2, and here it is 3"),
-        ({"window": 2}, "window 1, and here it is 2"),
-        ({"micro_batch_size": 2}, "micro-batch size 1, and here it is 2"),
-        ({"micro_batches": 2}, "rows in a step 1, and here it is 2"),
+        ({"rank": 1}, "rank 0, but this run has 1"),
+        ({"size": 3}, "data-parallel size 2, but this run has 3"),
+        ({"window": 2}, "window 1, but this run has 2"),
+        ({"micro_batch_size": 2}, "micro-batch size 1, but this run has 2"),
+        ({"micro_batches": 2}, "rows per step 1, but this run has 2"),
         ({"seed": 2}, "seed 1234"),
         ({"shuffle": False}, "shuffle True"),
     ):
         given: dict[str, Any] = {"rank": 0, "size": 2, **options}
         with pytest.raises(FormatError, match=says):
             loader(catalog, **given).load_state_dict(state)
-    with pytest.raises(FormatError, match="the state is in epoch 2, and there are to be 1"):
-        # Its acknowledgements would be damaged ones, and end the producer.
+    with pytest.raises(FormatError, match="the state is in epoch 2, but this run has only 1"):
+        # Its acknowledgements would look damaged, and stop the producer.
         loader(catalog, 0, 2).load_state_dict({**state, "deal": {**state["deal"], "epoch": 1}})
     with loader(catalog, 0, 2) as batches:
         next(batches)
@@ -175,7 +175,7 @@ def test_what_a_live_catalog_cannot_serve_is_refused_with_the_reason(catalog: Pa
     with pytest.raises(FormatError, match="catalog: a list, expected a string"):
         LiveLoader([str(catalog), str(catalog)], LiveConfig(rank=0, size=1, seq_length=16))  # type: ignore[arg-type]
     for options, says in (
-        ({"rank": 2, "size": 2}, "rank 2, expected 0 to 1: there are 2 ranks"),
+        ({"rank": 2, "size": 2}, "rank 2, expected 0 to 1 .there are 2 ranks."),
         ({"window": 0}, "window 0, expected 1 or more"),
         ({"epochs": 0}, "epochs 0, expected 1 or more"),
         ({"micro_batch_size": 0}, "micro_batch_size 0, expected 1 or more"),

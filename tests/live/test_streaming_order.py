@@ -1,13 +1,13 @@
-"""The order in which ranks read live shards: every pack once an epoch, whatever the ranks, windows and interruptions.
+"""The order in which ranks read live shards: every pack once per epoch, for any ranks, windows and interruptions.
 
-What these tests need to know of the order:
+These rules determine the order:
 
 * The shards of a catalog are numbered from 0. A rank reads whole shards, in groups of ``window`` shards, and the packs
   of a group are shuffled together. At a fresh start shard s belongs to rank s mod size.
-* A ``Deal`` says what all ranks read. A ``RankState`` says how far one rank has come in its deal. A checkpoint holds
+* A ``Deal`` determines what all ranks read. A ``RankState`` is the progress of one rank in its deal. A checkpoint holds
   the states of all ranks.
-* Where a job goes on with another number of ranks, ``dealt_anew`` makes a deal of what is left. Its leftovers, shards
-  that some rank had begun or not come to, are dealt out first. The shards from ``frontier`` on follow.
+* If a job is resumed with another number of ranks, ``dealt_anew`` makes a deal of the remaining shards. Its leftovers,
+  shards that some rank had begun or not reached, are dealt first. The shards from ``frontier`` on follow.
 
 The catalogs here are lists of pack counts: ``[4, 0, 2]`` has three shards with 4, 0 and 2 packs.
 """
@@ -31,7 +31,7 @@ from live_catalogs import LateEnd, MemoryShards, MicroBatch, walk
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
 from megatron_sft_idx.live.live_order import Deal, Group, Item, RankState, dealt_anew, states_from_json, states_to_json
 
-# A pack is named by its shard and its number in that shard.
+# Shard of a pack, and its number in that shard.
 Pack: TypeAlias = tuple[int, int]
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 SIZES = st.integers(1, 5)
@@ -40,12 +40,12 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def start(size: int, rank: int, *, window: int = 1, rows: int = 1, shuffle: bool = True) -> RankState:
-    """A rank before its first pack. It takes ``rows`` packs in a micro-batch, and as many in a step."""
+    """Return a rank's state before its first pack. It takes ``rows`` packs per micro-batch and per step."""
     return RankState(Deal(size, window, SEED, shuffle), rank, batch_rows=rows, step_rows=rows)
 
 
 def packs_of(batch: MicroBatch) -> list[Pack]:
-    """The packs of a micro-batch that are trained on."""
+    """Return the packs of a micro-batch that are trained on."""
     real = len(batch.shards) - batch.num_masked
     return list(zip(batch.shards[:real].tolist(), batch.packs[:real].tolist(), strict=True))
 
@@ -59,12 +59,12 @@ def all_packs(counts: list[int]) -> Counter[Pack]:
 
 
 def through_json(state: RankState) -> RankState:
-    """The state as a job finds it again in a checkpoint."""
+    """Return the state after a round trip through a checkpoint."""
     return RankState.from_json(json.loads(json.dumps(state.to_json())))
 
 
 def gone_on(states: Sequence[RankState], size: int, *, window: int = 1, rows: int = 1) -> list[RankState]:
-    """The states of ``size`` ranks that go on from the states of a checkpoint."""
+    """Return the states of ``size`` ranks that resume from the states of a checkpoint."""
     deal = dealt_anew(states, size, window)
     return [RankState(deal, rank, states[0].generation + 1, rows, rows) for rank in range(size)]
 
@@ -87,7 +87,7 @@ def test_a_group_has_shards_of_one_rank_and_the_last_one_may_be_smaller() -> Non
 
 
 def test_a_group_that_was_begun_is_finished_by_itself() -> None:
-    """Shards 0 and 2 were read up to pack 5, shards 1 and 3 not at all, and 4 is the first one behind them."""
+    """Shards 0 and 2 were read up to pack 5, shards 1 and 3 not at all, and shard 4 is next."""
     deal = Deal(size=1, window=2, leftovers=(Item((0, 2), 5), Item((1,)), Item((3,))), frontier=4)
     assert deal.group(rank=0, items_done=0, end=None) == Group(shards=(0, 2), packs_read=5, num_items=1)
     assert deal.group(rank=0, items_done=1, end=None) == Group(shards=(1, 3), packs_read=0, num_items=2)
@@ -107,7 +107,7 @@ def test_the_shuffle_depends_on_seed_epoch_and_shards() -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """Checkpoints of any version go on with the packs that would have come."""
+    """Checkpoints of all versions must continue with the same packs."""
     order = Deal(size=4, epoch=1, seed=1234).pack_order((3, 7), 12)
     assert order.tolist() == [4, 6, 7, 2, 3, 0, 8, 9, 1, 10, 5, 11]
 
@@ -133,7 +133,7 @@ def test_every_pack_comes_once_an_epoch_and_ranks_take_equal_steps(
         assert packs_of_all(of_epoch) == all_packs(counts)
     for batches in ranks:
         padded = [(batch.state.deal.epoch, batch.num_masked > 0) for batch in batches]
-        assert padded == sorted(padded)  # no real row comes after one of padding
+        assert padded == sorted(padded)  # no real row comes after a padding row
         assert all(len(batch.shards) == rows for batch in batches)
 
 
@@ -162,13 +162,13 @@ def test_dropping_ends_every_rank_with_the_last_step_that_all_can_take(
     assert all(batch.num_masked == 0 for taken in ranks for batch in taken)
 
 
-# ---- going on ----
+# ---- resuming ----
 
 
 @patient
 @given(counts=COUNTS, sizes=st.lists(SIZES, min_size=2, max_size=5), data=st.data())
 def test_what_is_left_is_dealt_out_anew_exactly_once(counts: list[int], sizes: list[int], data: st.DataObject) -> None:
-    """Jobs follow one another, each with another number of ranks; all but the last one end after some steps."""
+    """Jobs follow one another with different numbers of ranks. All jobs except the last end after some steps."""
     window, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     states = [start(sizes[0], rank, window=window, rows=rows) for rank in range(sizes[0])]
     served: Counter[Pack] = Counter()
@@ -208,17 +208,17 @@ def test_going_on_from_ones_own_state_gives_what_would_have_come(
         assert (one.num_masked, one.state) == (other.num_masked, other.state)
 
 
-# ---- states that cannot be ----
+# ---- impossible states ----
 
 
 def saved(steps: int = 3) -> list[dict[str, Any]]:
-    """What a checkpoint of two ranks holds after some steps in four shards of four packs."""
+    """Return the checkpoint of two ranks after some steps in four shards of four packs."""
     batches_of_rank = [list(walk(MemoryShards([4, 4, 4, 4]), start(2, rank))) for rank in range(2)]
     return [batches[steps].state.to_json() for batches in batches_of_rank]
 
 
 def deal_with(**fields: Any) -> dict[str, Any]:
-    """The change that gives a saved state a deal with other fields."""
+    """Return the change that gives a saved state a deal with other fields."""
     return {"deal": {**saved()[0]["deal"], **fields}}
 
 
@@ -234,7 +234,10 @@ def deal_with(**fields: Any) -> dict[str, Any]:
         ({"open_shards": [True]}, "open_shards"),
         ({"open_packs": 3, "open_shards": []}, "open_packs is 3, expected more than 0 where a group is open"),
         ({"open_packs": 0, "open_shards": [0]}, "open_packs is 0, expected more than 0 where a group is open"),
-        ({"open_packs": 3, "open_shards": [0], "packs": 2}, "packs is 2, expected those of the open group"),
+        (
+            {"open_packs": 3, "open_shards": [0], "packs": 2},
+            "packs is 2, expected at least the items of the open group",
+        ),
         ({"deal": None}, "deal"),
         (deal_with(size=0), "deal.size"),
         (deal_with(shuffle=1), "deal.shuffle"),
@@ -250,7 +253,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any], says: str) -> None:
 
 
 def test_states_of_all_ranks_share_their_deal() -> None:
-    """It may have thousands of leftovers, and there may be a thousand ranks."""
+    """A deal can have thousands of leftovers, and there can be a thousand ranks."""
     states = [RankState.from_json(state) for state in saved()]
     contents = states_to_json(states)
     assert contents == [state.to_json() for state in states]
@@ -290,9 +293,9 @@ def test_states_of_several_steps_or_jobs_do_not_go_together() -> None:
         ([], "empty list"),
         ([first], r"ranks \[0\]"),
         ([first, first], r"ranks \[0, 0\]"),
-        ([of_many_ranks], r"expected one of each of the 4611686018427387904"),
-        ([first, later], "one step"),
-        ([first, of_another_seed], "one step"),
+        ([of_many_ranks], r"expected one state for each of the 4611686018427387904"),
+        ([first, later], "at different steps"),
+        ([first, of_another_seed], "at different steps"),
     ):
         with pytest.raises(FormatError, match=says):
             dealt_anew(states, size=3, window=1)
@@ -310,7 +313,7 @@ def test_the_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
     after_four = next(itertools.islice(walk(MemoryShards([8, 8]), start(1, 0)), 3, None)).state
     (state,) = gone_on([after_four], 1)
     assert state.deal.leftovers == (Item((0,), 4),)
-    with pytest.raises(FormatError, match="which have 3; resume with the catalog and the state that go together"):
+    with pytest.raises(FormatError, match="but these have only 3; resume with the catalog that belongs to the state"):
         list(walk(MemoryShards([3, 3]), state))
 
 

@@ -1,4 +1,4 @@
-"""Models whose processors need torchvision: packed chats give the loss and the gradients that each chat gives alone."""
+"""Models with processors that need torchvision: packed chats give the same loss and gradients as single chats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.media import BatchItem, MediaBatch, MediaInputs
 
 TOLERANCE = 1e-5
-# The last three also without torchvision, by other code of transformers.
+# The last three also work without torchvision, by other code of transformers.
 NAMES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen2-audio", "llava", "idefics3"]
 
 
@@ -49,7 +49,7 @@ def test_batches_without_images_are_of_text(case: Case, tmp_path: Path) -> None:
 
 
 def test_positions_that_depend_on_more_than_is_known_are_an_error(tmp_path: Path) -> None:
-    """Qwen2.5-Omni counts recordings by their frames."""
+    """Qwen2.5-Omni computes positions of recordings from their frames."""
     processor = qwen2_5_omni(tmp_path)
     number_of = processor.tokenizer.convert_tokens_to_ids
     names = {"image_token_index": "<|IMAGE|>", "audio_token_index": "<|AUDIO|>"}

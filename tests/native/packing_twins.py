@@ -1,4 +1,4 @@
-"""Slow, obvious twins of the packing kernels: what each must compute, in plain Python integers.
+"""Slow, simple twins of the packing kernels, in plain Python integers.
 
 A plan is a list of ``(packs, {size: times})``; a list of packs is a list of lists of indices.
 """
@@ -55,7 +55,7 @@ def histogram(lengths, multiple):
 
 
 def lower_bound(sizes, counts, capacity, most):
-    """The bounds by their definitions, as fractions of a pack."""
+    """Return the lower bounds, computed from their definitions as fractions of a pack."""
 
     def identity(x):
         return x
@@ -87,9 +87,9 @@ def lower_bound(sizes, counts, capacity, most):
 
 
 def fit_decreasing(sizes, counts, capacity, most, best):
-    """Item by item, largest first: into the fullest pack that holds it, or the first one opened.
+    """Pack item by item, largest first, into the fullest pack with room, or into the first opened one.
 
-    Among packs of equal free space best fit may choose any: without a cap the choice changes no pack count.
+    Best fit may choose any pack of equal free space: without a cap, this does not change the number of packs.
     """
     free, held = [], []
     for size, count in sorted(zip(sizes, counts, strict=True), reverse=True):
@@ -107,7 +107,7 @@ def fit_decreasing(sizes, counts, capacity, most, best):
 
 
 def exact_fill(sizes, counts, capacity, most, *, average, seed):
-    """Patterns in the order in which they are found: (packs, sizes descending)."""
+    """Return patterns in the order in which they are found: (packs, sizes descending)."""
     left = dict(zip(sizes, counts, strict=True))
     random = Random(seed, PATTERNS)
     few_classes = len(sizes) < 1000
@@ -126,7 +126,7 @@ def exact_fill(sizes, counts, capacity, most, *, average, seed):
 
 
 class _Pattern:
-    """One pack in the making; ``left`` does not change meanwhile."""
+    """One unfinished pack. ``left`` does not change meanwhile."""
 
     def __init__(self, left, capacity, most, random):
         self.left, self.capacity, self.most, self.random = left, capacity, most, random
@@ -227,7 +227,7 @@ class _Pattern:
 
 
 def hand_out(lengths, multiple, plan, seed):
-    """Packs as lists of indices, for a plan of (packs, [(size, times), ...])."""
+    """Return packs as lists of indices, for a plan of (packs, [(size, times), ...])."""
     classes = {}
     for i, length in enumerate(lengths):
         classes.setdefault(-(-length // multiple), []).append(i)

@@ -1,4 +1,4 @@
-"""Micro-batches assembled natively, against the slow and obvious way; and everything that is refused."""
+"""Native assembly of micro-batches, compared with the slow and simple way; and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ints(*values: int) -> np.ndarray:
 
 @dataclass
 class Case:
-    """Arguments of one call; by default a batch of two rows over two shards."""
+    """Arguments of one call, by default for a batch of two rows from two shards."""
 
     shards: list[Any] = field(
         default_factory=lambda: [
@@ -54,7 +54,7 @@ class Case:
         return max(len(self.offsets) - 1, 0)
 
     def outputs(self, narrow: str | None) -> dict[str, Any]:
-        """Buffers full of something that no batch holds."""
+        """Return buffers full of values that no batch has."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         wide = {"tokens": "i8", "labels": "i8", "position_ids": "i8", "loss_mask": "f4"}
         dtypes = {"tokens": "i4", "labels": None, "position_ids": None, "loss_mask": narrow} if narrow else wide
@@ -88,7 +88,7 @@ def round_up(length: int, multiple: int) -> int:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any number of rows, from nothing but padding to exactly full ones, over one to three shards."""
+    """Draw any number of rows, from only padding to exactly full, from one to three shards."""
     multiple = draw(st.sampled_from([1, 2, 4, 8]))
     shards, total = [], draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -139,7 +139,7 @@ def test_narrow_batch_is_the_slow_one_without_what_follows_from_it(case: Case) -
 @settings(deadline=None)
 @given(cases())
 def test_boundaries_keep_what_attention_needs(case: Case) -> None:
-    """Said without the twin: every segment divisible, nothing beyond the row, both offsets of the same sequences."""
+    """Without the twin: segments are divisible and inside the row, and both boundaries have the same sequences."""
     made = case.run()
     physical = made.get("cu_seqlens_padded", made["cu_seqlens"])
     for row in range(case.rows):
@@ -191,7 +191,7 @@ PER = {"token": 1, "sequence": 2, "pack": 3}
 
 
 def column_of(case: Case, per: str, shards: list[np.ndarray], slots: np.ndarray, starts: np.ndarray) -> tuple[Any, ...]:
-    """A column as ``assemble`` takes it, with an output full of something else."""
+    """Return a column in the form for ``assemble``, with an output full of other values."""
     entries = {"token": (case.seq_length,), "sequence": (case.width - 1,), "pack": ()}[per]
     shape, dtype = shards[0].shape[1:], shards[0].dtype
     nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
@@ -201,7 +201,7 @@ def column_of(case: Case, per: str, shards: list[np.ndarray], slots: np.ndarray,
 @settings(deadline=None, max_examples=300)
 @given(cases(), st.data())
 def test_columns_are_the_slow_ones(case: Case, data: st.DataObject) -> None:
-    """Several at once, of any kind, dtype and width, each in places of its own."""
+    """Tests several columns at once, of any kind, dtype and width, each at its own places."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     expected = []
     for _ in range(data.draw(st.integers(0, 3))):
@@ -229,18 +229,18 @@ def test_columns_are_the_slow_ones(case: Case, data: st.DataObject) -> None:
 
 PLACES = ints(0, 1, 0), longs(3, 0, 0)
 BAD_COLUMNS = [
-    ("token", ints(0, 2, 0), longs(3, 0, 0), "row 0: of a column 2 rows from 0 on of shard 2, which holds 0"),
-    ("token", ints(0, -1, 0), longs(3, 0, 0), "of shard -1, which holds 0"),
-    ("token", ints(0, 1, 0), longs(6, 0, 0), "5 rows from 6 on of shard 0, which holds 10"),
-    ("token", ints(0, 1, 1), longs(3, 0, 0), "row 1: of a column 8 rows from 0 on of shard 1, which holds 4"),
-    ("token", ints(0, 1, 0), longs(3, -1, 0), "rows from -1 on"),
-    ("token", ints(0, 1, 0), longs(3, HIGH, 0), f"rows from {HIGH} on"),
-    ("sequence", ints(0, 1, 0), longs(3, 4, 0), "1 rows from 4 on of shard 1, which holds 4"),
-    ("sequence", ints(0, 1, 0), longs(LOW, 0, 0), f"rows from {LOW} on"),
-    ("pack", ints(0, 1), longs(0, 4), "row 1: of a column 1 rows from 4 on of shard 1, which holds 4"),
-    ("pack", ints(0, 2**31 - 1), longs(0, 0), "row 1: of a column"),
-    ("pack", *PLACES, "a shard and a first row for each segment, or for each pack"),
-    ("token", ints(0, 0), longs(0, 0), "a shard and a first row"),
+    ("token", ints(0, 2, 0), longs(3, 0, 0), "row 0: needs 2 rows of a column from row 0 of shard 2, which has 0"),
+    ("token", ints(0, -1, 0), longs(3, 0, 0), "of shard -1, which has 0"),
+    ("token", ints(0, 1, 0), longs(6, 0, 0), "5 rows of a column from row 6 of shard 0, which has 10"),
+    ("token", ints(0, 1, 1), longs(3, 0, 0), "row 1: needs 8 rows of a column from row 0 of shard 1, which has 4"),
+    ("token", ints(0, 1, 0), longs(3, -1, 0), "rows of a column from row -1 of"),
+    ("token", ints(0, 1, 0), longs(3, HIGH, 0), f"rows of a column from row {HIGH} of"),
+    ("sequence", ints(0, 1, 0), longs(3, 4, 0), "1 rows of a column from row 4 of shard 1, which has 4"),
+    ("sequence", ints(0, 1, 0), longs(LOW, 0, 0), f"rows of a column from row {LOW} of"),
+    ("pack", ints(0, 1), longs(0, 4), "row 1: needs 1 rows of a column from row 4 of shard 1, which has 4"),
+    ("pack", ints(0, 2**31 - 1), longs(0, 0), "row 1: needs 1 rows of a column"),
+    ("pack", *PLACES, "one shard and one first row per segment or pack"),
+    ("token", ints(0, 0), longs(0, 0), "one shard and one first row"),
 ]
 
 
@@ -260,17 +260,33 @@ def test_a_column_that_does_not_fit_is_refused_before_anything_is_written(
 ROWS = np.ones((10, 2), "f4")
 MALFORMED_COLUMNS = [
     ((0, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "1, 2 or 3"),
-    ((1, 0, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "of a byte or more"),
-    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 1), "f4")), ValueError, "the rows that the batch gives it"),
-    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 4), "f4")[..., ::2]), ValueError, "an output is contiguous"),
-    ((1, 8, (ROWS,) * 2, *PLACES, np.ones(33, "f4")), ValueError, "the rows that the batch gives it"),
-    ((1, 8, (ROWS, ROWS[:, :1]), *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "the rows of a shard are contiguous"),
-    ((1, 8, (ROWS, np.ones(3, "f4")), *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "whole ones"),
-    ((2, 8, (ROWS,) * 2, *PLACES, np.ones((2, 4, 2), "f4")), ValueError, "the rows that the batch gives it"),
-    ((1, 8, (ROWS,) * 2, PLACES[1], PLACES[1], np.ones((2, 8, 2), "f4")), TypeError, "int32 and int64 places"),
-    ((1, 8, (ROWS,) * 2, PLACES[0], PLACES[0], np.ones((2, 8, 2), "f4")), TypeError, "int32 and int64 places"),
-    ([1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")], TypeError, "a column is a tuple"),
-    ((1, 8, (ROWS,) * 2, *PLACES, np.broadcast_to(np.float32(1), (2, 8, 2))), ValueError, "an output is contiguous"),
+    ((1, 0, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "at least one byte"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 1), "f4")), ValueError, "with the number of rows of the batch"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 4), "f4")[..., ::2]), ValueError, "an output must be contiguous"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones(33, "f4")), ValueError, "with the number of rows of the batch"),
+    (
+        (1, 8, (ROWS, ROWS[:, :1]), *PLACES, np.ones((2, 8, 2), "f4")),
+        ValueError,
+        "the rows of a shard must be contiguous",
+    ),
+    ((1, 8, (ROWS, np.ones(3, "f4")), *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "contiguous and complete"),
+    ((2, 8, (ROWS,) * 2, *PLACES, np.ones((2, 4, 2), "f4")), ValueError, "with the number of rows of the batch"),
+    (
+        (1, 8, (ROWS,) * 2, PLACES[1], PLACES[1], np.ones((2, 8, 2), "f4")),
+        TypeError,
+        "shards must be int32, and first rows int64",
+    ),
+    (
+        (1, 8, (ROWS,) * 2, PLACES[0], PLACES[0], np.ones((2, 8, 2), "f4")),
+        TypeError,
+        "shards must be int32, and first rows int64",
+    ),
+    ([1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")], TypeError, "a column must be a tuple"),
+    (
+        (1, 8, (ROWS,) * 2, *PLACES, np.broadcast_to(np.float32(1), (2, 8, 2))),
+        ValueError,
+        "an output must be contiguous",
+    ),
 ]
 
 
@@ -293,11 +309,11 @@ REFUSED = [
     ({"offsets": longs(-1, 2, 3)}, "row 0: its offsets"),
     ({"offsets": longs(LOW, 2, 3)}, "row 0: its offsets"),
     ({"offsets": longs()}, r"rows \+ 1 offsets"),
-    ({"lengths": longs(5, 2)}, "a shard, start and length each"),
-    ({"segment_shards": ints(0, 2, 0)}, "row 0: segment 1 is of shard 2, which is not there"),
-    ({"segment_shards": ints(0, -1, 0)}, "row 0: segment 1 is of shard -1, which is not there"),
-    ({"segment_shards": ints(0, 0, 2**31 - 1)}, "row 1: segment 2 is of shard 2147483647"),
-    ({"starts": longs(3, 9, 0)}, "begins at 9 and has 2 tokens, shard 1 holds 10"),
+    ({"lengths": longs(5, 2)}, "one shard, start and length per segment"),
+    ({"segment_shards": ints(0, 2, 0)}, "row 0: segment 1 refers to shard 2, which does not exist"),
+    ({"segment_shards": ints(0, -1, 0)}, "row 0: segment 1 refers to shard -1, which does not exist"),
+    ({"segment_shards": ints(0, 0, 2**31 - 1)}, "row 1: segment 2 refers to shard 2147483647"),
+    ({"starts": longs(3, 9, 0)}, "begins at 9 and has 2 tokens, but shard 1 has 10"),
     ({"starts": longs(3, -1, 0)}, "begins at -1"),
     ({"starts": longs(3, HIGH, 0)}, "row 0: segment 1 begins"),
     ({"starts": longs(3, LOW, 0)}, "row 0: segment 1 begins"),
@@ -312,9 +328,9 @@ REFUSED = [
     ({"multiple": 0}, "sequence multiple"),
     ({"multiple": -2}, "sequence multiple"),
     ({"seq_length": 0}, "sequence length 0"),
-    ({"width": 3}, "row 0: cu_seqlens of width 3 do not hold its 4 boundaries"),
-    ({"width": 1}, "width of 2 or more"),
-    ({"width": 0}, "width of 2 or more"),
+    ({"width": 3}, "row 0: cu_seqlens of width 3 have no room for its 4 boundaries"),
+    ({"width": 1}, "width of at least 2"),
+    ({"width": 0}, "width of at least 2"),
     ({"pad_id": -1}, "pad id is negative"),
 ]
 
@@ -336,12 +352,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_absent_shard_is_refused() -> None:
     case = Case()
     case.shards[1] = None
-    with pytest.raises(ValueError, match="of shard 1, which is not there"):
+    with pytest.raises(ValueError, match="refers to shard 1, which does not exist"):
         case.run()
 
 
 def test_weights_do_not_go_into_a_flag_mask() -> None:
-    with pytest.raises(ValueError, match="ask for a float32 one"):
+    with pytest.raises(ValueError, match="request a float32 mask"):
         Case().run("u1")
 
 
@@ -350,11 +366,11 @@ BAD_SHARDS = [
     ((np.zeros((2, 10), "u2"), np.zeros(20, "u1")), ValueError, "one-dimensional"),
     ((np.zeros(40, "u2")[::2], np.zeros(20, "u1")), ValueError, "contiguous"),
     ((np.frombuffer(bytes(81), "i4", offset=1), np.zeros(20, "u1")), ValueError, "aligned"),
-    ((np.zeros(20, "i8"), np.zeros(20, "u1")), TypeError, "tokens are uint16 or int32"),
-    ((np.zeros(20, ">i4"), np.zeros(20, "u1")), TypeError, "tokens are uint16 or int32"),
-    ((np.zeros(20, "i2"), np.zeros(20, "u1")), TypeError, "tokens are uint16 or int32"),
-    ((np.zeros(20, "u2"), np.zeros(20, "f8")), TypeError, "masks are uint8 or float32"),
-    ((np.zeros(20, "u2"), np.zeros(20, "i1")), TypeError, "masks are uint8 or float32"),
+    ((np.zeros(20, "i8"), np.zeros(20, "u1")), TypeError, "tokens must be uint16 or int32"),
+    ((np.zeros(20, ">i4"), np.zeros(20, "u1")), TypeError, "tokens must be uint16 or int32"),
+    ((np.zeros(20, "i2"), np.zeros(20, "u1")), TypeError, "tokens must be uint16 or int32"),
+    ((np.zeros(20, "u2"), np.zeros(20, "f8")), TypeError, "masks must be uint8 or float32"),
+    ((np.zeros(20, "u2"), np.zeros(20, "i1")), TypeError, "masks must be uint8 or float32"),
     ((np.zeros(20, "u2"),), TypeError, "a pair of arrays"),
     (([0] * 20, [0] * 20), TypeError, "a pair of arrays"),
 ]
@@ -412,7 +428,7 @@ def test_outputs_are_not_converted_and_read_only_ones_not_written(name: str) -> 
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> np.ndarray:
-    """Eight pages of int32 over a file."""
+    """Return eight pages of int32, mapped from a file."""
     path = tmp_path / "eight"
     np.arange(8 * mmap.PAGESIZE // 4, dtype="i4").tofile(path)
     with open(path, "rb") as file:
@@ -445,7 +461,7 @@ def test_pages_that_touch_are_asked_for_together(
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 8 * PAGE + 1), (5, 4), (LOW, HIGH), (HIGH, HIGH)])
 def test_advice_about_what_is_outside_is_refused(mapped: np.ndarray, start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match="range 1 lies outside"):
+    with pytest.raises(ValueError, match="range 1 is outside"):
         _native.will_need(mapped, longs(0, start), longs(1, stop))
 
 

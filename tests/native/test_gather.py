@@ -1,4 +1,4 @@
-"""Gathering sequences and their positions in a shard, against plain Python."""
+"""Gathering sequences and their positions in a shard, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sequences_come_to_their_places(data: st.DataObject, dtype: str) -> None
     bounds = st.tuples(st.integers(0, len(source)), st.integers(0, len(source))).map(sorted)
     ranges = data.draw(st.lists(bounds, max_size=8))
     lengths = [stop - start for start, stop in ranges]
-    # End to end in some order, with a gap before each.
+    # Concatenated in some order, with a gap before each.
     expected: list[int] = []
     places = [0] * len(ranges)
     for sequence in data.draw(st.permutations(range(len(ranges)))):
@@ -44,19 +44,19 @@ LOW, HIGH = -(2**63), 2**63 - 1
 @pytest.mark.parametrize(
     ("starts", "lengths", "places", "word"),
     [
-        ([-1], [3], [0], "sequence 0 lies outside the source"),
-        ([LOW], [HIGH], [0], "sequence 0 lies outside the source"),
-        ([2], [-1], [0], "sequence 0 lies outside the source"),
-        ([0, 3], [5, 3], [0, 0], "sequence 1 lies outside the source"),
-        ([HIGH], [0], [0], "sequence 0 lies outside the source"),
-        ([HIGH], [HIGH], [0], "sequence 0 lies outside the source"),
-        ([0, 0], [5, 5], [0, 5], "sequence 1 lies outside the output"),
-        ([0], [1], [-1], "sequence 0 lies outside the output"),
-        ([0], [1], [LOW], "sequence 0 lies outside the output"),
-        ([0], [1], [9], "sequence 0 lies outside the output"),
-        ([0], [0], [HIGH], "sequence 0 lies outside the output"),
-        ([0, 1], [5], [0, 0], "one start, one length and one place a sequence"),
-        ([0], [5], [0, 0], "one start, one length and one place a sequence"),
+        ([-1], [3], [0], "sequence 0 is outside the source"),
+        ([LOW], [HIGH], [0], "sequence 0 is outside the source"),
+        ([2], [-1], [0], "sequence 0 is outside the source"),
+        ([0, 3], [5, 3], [0, 0], "sequence 1 is outside the source"),
+        ([HIGH], [0], [0], "sequence 0 is outside the source"),
+        ([HIGH], [HIGH], [0], "sequence 0 is outside the source"),
+        ([0, 0], [5, 5], [0, 5], "sequence 1 is outside the output"),
+        ([0], [1], [-1], "sequence 0 is outside the output"),
+        ([0], [1], [LOW], "sequence 0 is outside the output"),
+        ([0], [1], [9], "sequence 0 is outside the output"),
+        ([0], [0], [HIGH], "sequence 0 is outside the output"),
+        ([0, 1], [5], [0, 0], "one start, one length and one place per sequence"),
+        ([0], [5], [0, 0], "one start, one length and one place per sequence"),
     ],
 )
 def test_ranges_outside_are_refused(
@@ -100,7 +100,7 @@ def test_unaligned_and_folded_arrays_are_refused(place: int) -> None:
 
 
 def slow_absolute(packs: list[list[int]]) -> list[int]:
-    """Positions of all sequences of packs given as sequence lengths, and the token count."""
+    """Return the positions of all sequences, for packs given as sequence lengths, and the token count."""
     out = [0]
     for length in (length for pack in packs for length in pack):
         out.append(out[-1] + length)
@@ -128,16 +128,16 @@ def test_absolute_offsets_are_running_sums(packs: list[list[int]]) -> None:
         ([1, 2], [0, 5], [0, 0], "begin with 0"),
         ([0, 1], [1, 5], [0], "begin with 0"),
         ([0, 1], [LOW, HIGH], [0], "begin with 0"),
-        ([0, 0], [0, 5], [], "pack 0: .* not ascending"),
-        ([0, 3, 2], [0, 5, 6], [0, 0], "pack 0: .* not ascending"),
-        ([0, HIGH, 2], [0, 5, 6], [0, 0], "pack 0: .* not ascending"),
-        ([0, LOW, 2], [0, 5, 6], [0, 0], "pack 0: .* not ascending"),
-        ([0, 1, 2], [0, 5, 5], [0, 0], "pack 1: .* not ascending"),
-        ([0, 1, 2], [0, 5, LOW], [0, 0], "pack 1: .* not ascending"),
-        ([0, 1], [0, 5], [1], "pack 0: sequence starts do not ascend"),
-        ([0, 2], [0, 5], [0, 0], "pack 0: sequence starts do not ascend"),
-        ([0, 2], [0, 5], [0, 5], "pack 0: sequence starts do not ascend"),
-        ([0, 2], [0, 5], [0, 2**32 - 1], "pack 0: sequence starts do not ascend"),
+        ([0, 0], [0, 5], [], "pack 0: .* do not ascend"),
+        ([0, 3, 2], [0, 5, 6], [0, 0], "pack 0: .* do not ascend"),
+        ([0, HIGH, 2], [0, 5, 6], [0, 0], "pack 0: .* do not ascend"),
+        ([0, LOW, 2], [0, 5, 6], [0, 0], "pack 0: .* do not ascend"),
+        ([0, 1, 2], [0, 5, 5], [0, 0], "pack 1: .* do not ascend"),
+        ([0, 1, 2], [0, 5, LOW], [0, 0], "pack 1: .* do not ascend"),
+        ([0, 1], [0, 5], [1], "pack 0: its sequence starts do not ascend"),
+        ([0, 2], [0, 5], [0, 0], "pack 0: its sequence starts do not ascend"),
+        ([0, 2], [0, 5], [0, 5], "pack 0: its sequence starts do not ascend"),
+        ([0, 2], [0, 5], [0, 2**32 - 1], "pack 0: its sequence starts do not ascend"),
     ],
 )
 def test_offsets_that_disagree_are_refused(

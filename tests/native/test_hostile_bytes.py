@@ -1,4 +1,4 @@
-"""All parsers on mutated inputs, and readers on damaged shards; `make sanitize` watches for a byte out of bounds."""
+"""All parsers on mutated inputs, and readers on damaged shards; `make sanitize` detects accesses out of bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MUTATIONS = 3000 if SANITIZED else 80
 
 
 def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
-    """A seed with some of its bytes changed, cut out, repeated, or joined to another's."""
+    """Return a seed with some bytes changed, removed, repeated, or joined to another seed."""
     data = bytearray(seeds[rng.integers(len(seeds))])
     for _ in range(rng.integers(1, 6)):
         at, size = int(rng.integers(len(data) + 1)), int(rng.integers(1, 9))

@@ -1,4 +1,4 @@
-"""Running sums of lengths and the sequences of packs, against plain Python."""
+"""Running sums of lengths and the sequences of packs, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_shapes_and_alignment_are_checked(lengths: Any) -> None:
 # ---- the sequences of packs ----
 
 
-Shards = list[list[list[int]]]  # packs of each shard as lists of sequence lengths
+Shards = list[list[list[int]]]  # packs of each shard, as lists of sequence lengths
 
 
 def slow_segments(shards: Shards, wanted: list[tuple[int, int]]) -> tuple[list[int], ...]:
@@ -83,7 +83,7 @@ def slow_segments(shards: Shards, wanted: list[tuple[int, int]]) -> tuple[list[i
 
 
 def index_of(packs: list[list[int]]) -> Any:
-    """Sequence offsets, token offsets, starts and tokens, as a shard has them."""
+    """Return sequence offsets, token offsets, starts and tokens, as in a shard."""
     starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]
     tokens = slow_offsets([sum(pack) for pack in packs], 1, 0)
     return as_index(slow_offsets([len(pack) for pack in packs], 1, 0), tokens, starts, tokens[-1])
@@ -147,7 +147,7 @@ def test_segments_of_shards_that_are_not_there() -> None:
             segments([index], [(number, 0)])
     with pytest.raises(ValueError, match="shard 0, pack 0: no such pack"):
         segments([None, index], [(0, 0)])
-    with pytest.raises(TypeError, match="offsets are int64"):
+    with pytest.raises(TypeError, match="offsets must be int64"):
         segments([(index[0].astype(np.int32), *index[1:])], [(0, 0)])
     with pytest.raises(ValueError, match=r"packs \+ 1 values each"):
         segments([(index[0][:1], *index[1:])], [(0, 0)])

@@ -1,4 +1,4 @@
-"""The scanner of JSON arrays against a plain-Python twin, and against the parser."""
+"""The scanner of JSON arrays, compared with a plain-Python twin and with the parser."""
 
 import json
 

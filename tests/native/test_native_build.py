@@ -1,4 +1,4 @@
-"""The build under test is the one that was meant: the checkout's own, or the sanitized one."""
+"""The tested build is the intended one: the checkout's own or the sanitized one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron_sft_idx import _native
 
 ROOT = Path(__file__).parent.parent.parent
-# Set by `make sanitize`, to the folder that the sanitized build is in.
+# Set by `make sanitize` to the folder of the sanitized build.
 FOLDER = os.environ.get("SFT_IDX_NATIVE_FOLDER")
 
 

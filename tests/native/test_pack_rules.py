@@ -1,4 +1,4 @@
-"""The rules of packs that are taken in, against a plain-Python twin."""
+"""The rules for packs, compared with a plain-Python twin."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MOST = 6
 
 
 def sound(*arrays: NDArray[Any]) -> bool:
-    """Whether the kernel finds nothing; what it finds is in one of the packs, and told."""
+    """Return whether the kernel finds nothing. Check that a finding has a pack and a message."""
     tokens, mask, _, lengths, sequences = arrays
     if len(lengths) != len(sequences) or len(tokens) != len(mask):
-        with pytest.raises(ValueError, match=r"one a token|one sequence count a pack"):
+        with pytest.raises(ValueError, match=r"one per token|one sequence count per pack"):
             first_breach(*arrays, False, MOST, tokens.dtype, mask.dtype)
         return False
     try:
         broken = first_breach(*arrays, False, MOST, tokens.dtype, mask.dtype)
-    except ValueError:  # lengths and counts that do not add up
+    except ValueError:  # inconsistent lengths and counts
         return False
     if broken is not None:
         (rule, pack, at, found, expected), words = broken
@@ -42,7 +42,7 @@ def sound(*arrays: NDArray[Any]) -> bool:
 
 
 def twin(tokens: list[Any], mask: list[Any], starts: list[int], lengths: list[int], sequences: list[int]) -> bool:
-    """Pack by pack, sequence by sequence."""
+    """Check the rules pack by pack and sequence by sequence."""
     if len(lengths) != len(sequences) or any(not 1 <= n <= MOST for n in lengths) or min(sequences, default=1) < 1:
         return False
     if not sum(lengths) == len(tokens) == len(mask) or sum(sequences) != len(starts):
@@ -62,7 +62,7 @@ def twin(tokens: list[Any], mask: list[Any], starts: list[int], lengths: list[in
 
 @st.composite
 def columns(draw: st.DrawFn) -> tuple[NDArray[Any], ...]:
-    """Good packs of all dtypes, in most cases with one value of one column changed or left out."""
+    """Draw valid packs of all dtypes, mostly with one value of one column changed or removed."""
     packs = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), max_size=4))
     lengths, sequences = [sum(pack) for pack in packs], [len(pack) for pack in packs]
     starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]

@@ -1,4 +1,4 @@
-"""PackStage against its twin: every dtype, every message, and nothing kept of what was refused."""
+"""PackStage compared with its twin: every dtype and message, and nothing of a rejected pack is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def longs(*values: int) -> np.ndarray:
 
 
 def add(stage: Any, tokens: Any, mask: Any, starts: Any, *, token_aligned: bool = False) -> bool:
-    """One pack of lists or arrays."""
+    """Add one pack of lists or arrays."""
     ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, np.int64)
     values = mask if isinstance(mask, np.ndarray) else np.array(mask, np.float64)
     begins = np.array(starts, np.int64)
@@ -45,7 +45,7 @@ def content(stage: Any) -> tuple[Any, ...]:
 
 @st.composite
 def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
-    """Mostly good packs; sometimes one thing is off."""
+    """Draw packs that are mostly valid, sometimes with one error."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     size = sum(lengths)
     ids = st.integers(0, 9) | st.sampled_from([65535, 65536, 2**31 - 1]) if draw(st.booleans()) else st.integers(0, 9)
@@ -148,7 +148,7 @@ def test_only_the_dtypes_of_the_stage_are_counted() -> None:
     good = np.array([1, 2], np.int32), np.array([1, 0], np.uint8), longs(0), longs(2), longs(1)
     stage = stage_of(I32, U8)
     for wrong in ((good[0].astype(np.int64), good[1]), (good[0], good[1].astype(np.float32))):
-        with pytest.raises(TypeError, match="in the dtypes of the stage"):
+        with pytest.raises(TypeError, match="have the dtypes of the stage"):
             stage.count(*wrong, *good[2:])
     stage.count(*good)
     assert (stage.num_packs, stage.num_trained_tokens) == (1, 1)
@@ -164,26 +164,33 @@ def test_weights_go_through_exactly(mask_in: Any) -> None:
 
 # tokens, mask, starts, lengths, sequences, message
 REFUSED: list[tuple[Any, ...]] = [
-    ([], [], [0], [0], [1], "pack 0: it has 0 tokens, a pack holds at least one (rule P1)"),
-    ([1], [0], [0], [-1], [1], "pack 0: it has -1 tokens, a pack holds at least one (rule P1)"),
-    ([1] * 9, [0] * 9, [0], [9], [1], "pack 0: it has 9 tokens, the capacity is 8 (rule P1)"),
-    ([1], [0], [0], [2**62], [1], f"pack 0: it has {2**62} tokens, the capacity is 8 (rule P1)"),
-    ([1], [0], [], [1], [0], "pack 0: no sequence starts, the first must be 0 (rule P2)"),
-    ([1], [0], [0], [1], [-1], "pack 0: no sequence starts, the first must be 0 (rule P2)"),
+    ([], [], [0], [0], [1], "pack 0: it has 0 tokens, but a pack needs at least one (rule P1)"),
+    ([1], [0], [0], [-1], [1], "pack 0: it has -1 tokens, but a pack needs at least one (rule P1)"),
+    ([1] * 9, [0] * 9, [0], [9], [1], "pack 0: it has 9 tokens, but the capacity is 8 (rule P1)"),
+    ([1], [0], [0], [2**62], [1], f"pack 0: it has {2**62} tokens, but the capacity is 8 (rule P1)"),
+    ([1], [0], [], [1], [0], "pack 0: it has no sequence starts, but needs at least a first one at 0 (rule P2)"),
+    ([1], [0], [0], [1], [-1], "pack 0: it has no sequence starts, but needs at least a first one at 0 (rule P2)"),
     ([1], [0], [0], [1], [2], "pack 0: sequence starts run out"),
     ([1], [0], [0], [1], [2**62], "pack 0: sequence starts run out"),
     ([1], [0], [0], [2], [1], "pack 0: tokens run out"),
-    ([1], [0], [0, 0], [1], [1], "pack lengths and sequence counts do not add up to the arrays handed in"),
-    ([1, 2], [0, 0], [0], [1], [1], "pack lengths and sequence counts do not add up to the arrays handed in"),
-    ([1], [0], [], [], [], "pack lengths and sequence counts do not add up to the arrays handed in"),
-    ([1, 2, 3], [0] * 3, [0, 3, 1], [1, 2], [1, 2], "pack 1: first sequence starts at 3, expected 0 (rule P2)"),
-    ([1, 2], [0, 0], [0, 2], [2], [2], "pack 0: sequence 1 starts at 2, the pack has 2 tokens (rule P4)"),
-    ([1, 2], [0, 0], [0, 0], [2], [2], "pack 0: sequence 1 starts at 0, not after 0 (rule P3)"),
-    ([1], [0, 0], [0], [1], [1], "2 loss mask values for 1 tokens; there is one a token"),
-    ([1], [0], [0], [1], [], "one length and one sequence count a pack"),
-    ([1, 70000], [0, 0], [0], [2], [1], "position 1 has id 70000, the token dtype holds 0 to 65535 (rule P8)"),
-    ([1, 2], [2, 0], [0], [2], [1], "position 0 has loss mask 2, the mask dtype holds 0 and 1 (weights need float32)"),
-    ([1, 2], [0, 1], [0], [2], [1], "set at position 1, the end of a sequence, where there is no next token"),
+    ([1], [0], [0, 0], [1], [1], "pack lengths and sequence counts do not add up to the sizes of the arrays"),
+    ([1, 2], [0, 0], [0], [1], [1], "pack lengths and sequence counts do not add up to the sizes of the arrays"),
+    ([1], [0], [], [], [], "pack lengths and sequence counts do not add up to the sizes of the arrays"),
+    ([1, 2, 3], [0] * 3, [0, 3, 1], [1, 2], [1, 2], "pack 1: the first sequence starts at 3, expected 0 (rule P2)"),
+    ([1, 2], [0, 0], [0, 2], [2], [2], "pack 0: sequence 1 starts at 2, but the pack has 2 tokens (rule P4)"),
+    ([1, 2], [0, 0], [0, 0], [2], [2], "pack 0: sequence 1 starts at 0, expected a start after 0 (rule P3)"),
+    ([1], [0, 0], [0], [1], [1], "2 loss mask values for 1 tokens, expected one per token"),
+    ([1], [0], [0], [1], [], "one length and one sequence count per pack"),
+    ([1, 70000], [0, 0], [0], [2], [1], "position 1 has id 70000, but the token dtype stores 0 to 65535 (rule P8)"),
+    (
+        [1, 2],
+        [2, 0],
+        [0],
+        [2],
+        [1],
+        "position 0 has loss mask 2, but the mask dtype stores 0 and 1 (weights need float32)",
+    ),
+    ([1, 2], [0, 1], [0], [2], [1], "not 0 at position 1, the end of a sequence, where there is no next token"),
 ]
 
 
@@ -233,13 +240,13 @@ def test_a_stage_has_limits(token: Any, mask: Any, capacity: int, multiple: int,
 
 @pytest.mark.parametrize("dtype", ["u1", "i2", "u4", "f4", ">i4", ">u2", "?", "O"])
 def test_other_token_dtypes_are_not_converted(dtype: str) -> None:
-    with pytest.raises(TypeError, match="tokens are uint16, int32 or int64"):
+    with pytest.raises(TypeError, match="tokens must be uint16, int32 or int64"):
         add(stage_of(), np.ones(2, dtype), [0, 0], [0])
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u2", "i4", ">f4", "f2", "c8", "O"])
 def test_other_mask_dtypes_are_not_converted(dtype: str) -> None:
-    with pytest.raises(TypeError, match="masks are bool, uint8, int64, float32 or float64"):
+    with pytest.raises(TypeError, match="masks must be bool, uint8, int64, float32 or float64"):
         add(stage_of(), [1, 2], np.zeros(2, dtype), [0])
 
 
@@ -297,4 +304,4 @@ def test_what_does_not_fit_the_room_waits_for_a_flush() -> None:
     stage.clear()
     assert all(bytes(getattr(stage, name)) == b"" for name in ("tokens", "mask", "starts", "records"))
     assert (stage.num_packs, stage.num_tokens) == (2, 8)
-    assert add(stage, [3] * 60, [0] * 60, [0])  # larger than the room, alone
+    assert add(stage, [3] * 60, [0] * 60, [0])  # larger than the buffer by itself

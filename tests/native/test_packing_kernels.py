@@ -1,4 +1,4 @@
-"""Packing kernels against their plain Python twins."""
+"""Packing kernels compared with their plain-Python twins."""
 
 from collections import Counter
 from itertools import pairwise
@@ -14,7 +14,7 @@ NO_CAP = 2**31 - 1
 
 
 def shapes():
-    """Lengths, capacity, multiple, cap: few and many classes, tight and loose packs, caps that bind."""
+    """Yield lengths, capacity, multiple and cap: few and many classes, tight and loose packs, effective caps."""
     random = np.random.default_rng(20261121)
     uniform = random.integers(1, 513, 700)
     lognormal = np.clip(random.lognormal(4.5, 1.0, 900), 1, 512).astype(np.int64)
@@ -77,7 +77,7 @@ def test_exact_fill_is_bounded_by_counted_steps(lengths, capacity, multiple, mos
     fallback = [array.tolist() for array in _native.packing_plan(*problem, "best-fit", 0)]
     assert bounded(0) == fallback
     assert bounded(2**62) == [array.tolist() for array in _native.packing_plan(*problem, planner, 3)]
-    for steps in (1, 10, 100, 1000, 10_000):  # begun by exact fill, ended by best fit
+    for steps in (1, 10, 100, 1000, 10_000):  # begins with exact fill, ends with best fit
         assert bounded(steps) == bounded(steps)
 
 
@@ -120,7 +120,7 @@ def test_fit_decreasing_is_item_by_item(lengths, capacity, multiple, most, plann
         tuple(size for size, times in content for _ in range(times)) for used, content in plan for _ in range(used)
     ]
     expected = twin.fit_decreasing(sizes.tolist(), counts.tolist(), units, most, best)
-    if best:  # packs of equal free space may swap what comes next
+    if best:  # packs of equal free space may swap further items
         if most == NO_CAP:
             assert sorted(map(sum, packs)) == sorted(map(sum, expected))
     else:
@@ -170,7 +170,7 @@ def test_permutation(count):
 
 
 def test_first_fit_keeps_its_tree_true_over_thousands_of_packs():
-    # Three levels of the tree, every pack full or nearly: most searches end at the last pack.
+    # Three levels of the tree with almost full packs: most searches end at the last pack.
     lengths = np.random.default_rng(1).integers(300, 700, 6000)
     packs = as_packs(*_native.packing_first_fit_shuffle(lengths, 1000, 1, NO_CAP, 0))
     assert len(packs) > 256
@@ -223,11 +223,11 @@ def test_problems_out_of_range_are_refused(sizes, counts, capacity, most):
 @pytest.mark.parametrize(
     ("offsets", "entries", "packs"),
     [
-        ([0, 1], [[0, 3]], [1]),  # three of a class that has two
+        ([0, 1], [[0, 3]], [1]),  # three items of a class with two
         ([0, 1], [[1, 2]], [1]),  # no such class
         ([0, 1], [[-1, 2]], [1]),
         ([0, 1], [[0, -2]], [-1]),
-        ([0, 2], [[0, 2]], [1]),  # entries that are not there
+        ([0, 2], [[0, 2]], [1]),  # missing entries
         ([1, 1], [[0, 2]], [1]),
         ([0, 1, 0, 1], [[0, 2]], [1, 1, 1]),
         ([0], [[0, 2]], []),

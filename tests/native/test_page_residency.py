@@ -1,4 +1,4 @@
-"""How much of a map is in the page cache."""
+"""The number of bytes of a map in the page cache."""
 
 from __future__ import annotations
 

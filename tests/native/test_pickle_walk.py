@@ -1,4 +1,4 @@
-"""The walk over a pickle's opcodes against Python's own, which is slow."""
+"""The walk over a pickle's opcodes, compared with Python's own, which is slow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def walk(data: bytes) -> int:
 
 
 def twin(data: bytes) -> int | None:
-    """Where the pickle ends, None where it is none."""
+    """Return the end of the pickle, or None if it is invalid."""
     try:
         opcodes = list(pickletools.genops(data))
-    except Exception:  # genops raises what its readers raise
+    except Exception:  # genops raises the errors of its readers
         return None
     if any(op.name in MEMO and not 0 <= argument < len(data) for op, argument, _ in opcodes):
         return None
     if any(op.name == "FRAME" and argument > len(data) - at - 9 for op, argument, at in opcodes):
-        return None  # genops does not look, the unpickler reads as much at once
+        return None  # genops does not check this, but the unpickler reads that much at once
     return int(opcodes[-1][2]) + 1
 
 
@@ -52,9 +52,9 @@ def test_a_changed_byte_is_seen_as_python_sees_it(value: Any, protocol: int, at:
     try:
         found = walk(bytes(data))
     except ValueError:
-        assert expected is None or b"g" in data or b"p" in data  # Python takes memo numbers that no pickler writes
+        assert expected is None or b"g" in data or b"p" in data  # Python accepts memo numbers that no pickler writes
     else:
-        # Python looks into numbers and texts too, which is left to the unpickler.
+        # Python also parses numbers and texts; the walk leaves these to the unpickler.
         assert expected in (None, found)
 
 
@@ -68,16 +68,19 @@ def test_a_pickle_cut_short_is_refused(value: Any, protocol: int, cut: int) -> N
 @pytest.mark.parametrize(
     ("opcodes", "words"),
     [
-        (b"Nr" + struct.pack("<I", 2**31) + b".", "byte 1 of the pickle: memo number 2147483648 in 7 bytes"),
-        (b"Np99999999999999999999999\n.", "byte 1 of the pickle: a memo number that is none"),
+        (
+            b"Nr" + struct.pack("<I", 2**31) + b".",
+            "byte 1 of the pickle: memo number 2147483648 in a pickle of 7 bytes",
+        ),
+        (b"Np99999999999999999999999\n.", "byte 1 of the pickle: an invalid memo number"),
         (b"Np4000000000\n.", "a memo number|memo number"),
-        (b"Nq\xff.", "memo number 255 in 4 bytes"),
-        (b"Np-1\n.", "a memo number that is none"),
-        (b"\x95" + struct.pack("<Q", 2**40) + b"N.", "byte 0 of the pickle: a frame reaches past the end"),
-        (b"\x8e" + struct.pack("<Q", 2**63) + b".", "byte 0 of the pickle: an argument reaches past the end"),
-        (b"B" + struct.pack("<I", 2**32 - 1) + b".", "an argument reaches past the end"),
-        (b"\xff.", "byte 0 of the pickle: no opcode"),
-        (b"", "byte 0 of the pickle: an argument reaches past the end"),
+        (b"Nq\xff.", "memo number 255 in a pickle of 4 bytes"),
+        (b"Np-1\n.", "an invalid memo number"),
+        (b"\x95" + struct.pack("<Q", 2**40) + b"N.", "byte 0 of the pickle: a frame extends past the end"),
+        (b"\x8e" + struct.pack("<Q", 2**63) + b".", "byte 0 of the pickle: an argument extends past the end"),
+        (b"B" + struct.pack("<I", 2**32 - 1) + b".", "an argument extends past the end"),
+        (b"\xff.", "byte 0 of the pickle: not an opcode"),
+        (b"", "byte 0 of the pickle: an argument extends past the end"),
     ],
 )
 def test_what_would_take_memory_is_refused(opcodes: bytes, words: str) -> None:

@@ -1,4 +1,4 @@
-"""The parser of pickled lists of integer pairs against a plain-Python twin, and against pickle."""
+"""The parser of pickled lists of integer pairs, compared with a plain-Python twin and with pickle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_batches_and_frames(protocol: int, count: int) -> None:
 
 @given(PAIRS, st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
 def test_what_is_accepted_is_what_is_meant(pairs: list[tuple[int, int]], protocol: int, data: st.DataObject) -> None:
-    """One byte put in, taken out or changed: refused, or read as the twin reads it."""
+    """With one byte inserted, removed or changed, the result is an error or equals the twin's."""
     raw = bytearray(pickle.dumps(pairs, protocol))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at : at + data.draw(st.integers(0, 1))] = data.draw(st.binary(max_size=2))
@@ -67,8 +67,8 @@ class Attack:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "cut short"),
-        (b".", "without one whole list"),
+        (b"", "truncated"),
+        (b".", "without one complete list"),
         (pickle.dumps([Attack()], 2), "opcode 0x63"),
         (pickle.dumps([Attack()], 4), "opcode 0x8c"),
         (b"]cos\nsystem\n.", "opcode 0x63"),
@@ -85,19 +85,19 @@ class Attack:
         (b"]\x8b\xff\xff\xff\x7f.", "64 bits"),
         (b"]\x8b\xff\xff\xff\xff.", "negative size"),
         (b"]\x8a\xff.", "64 bits"),
-        (b"]K\x01.", "without one whole list"),
-        (b"]].", "without one whole list"),
+        (b"]K\x01.", "without one complete list"),
+        (b"]].", "without one complete list"),
         (b"]a.", "not a list"),
         (b"e.", "not a list"),
         (b"\x86.", "not a list"),
-        (b"]K\x01K\x02\x86.", "without one whole list"),
+        (b"]K\x01K\x02\x86.", "without one complete list"),
         (b"].]", "bytes follow"),
-        (b"]p", "cut short"),
+        (b"]p", "truncated"),
         (b"\x80\x06].", "unknown pickle protocol"),
-        (b"]IK\n.", "no decimal"),
-        (b"]I\n.", "no decimal"),
-        (pickle.dumps([(1, 2)])[:-1], "cut short"),
-        # The same tuple twice: the second is recalled from memory, which index writers never need.
+        (b"]IK\n.", "not a decimal"),
+        (b"]I\n.", "not a decimal"),
+        (pickle.dumps([(1, 2)])[:-1], "truncated"),
+        # The same tuple twice: the second comes from the memo, which index writers never need.
         (pickle.dumps([(1, 2)] * 1 + [None]), "opcode 0x4e"),
         (b"](K\x01K\x02\x86\x94h\x01e.", "opcode 0x68"),
     ],
@@ -108,7 +108,7 @@ def test_all_else_is_refused(data: bytes, why: str) -> None:
 
 
 def test_numbers_in_the_pickle_cost_no_memory() -> None:
-    # Python's unpickler makes its memory as large as these say.
+    # Python's unpickler would allocate a memo of this size.
     assert parse(b"]r\xff\xff\xff\xff(K\x01K\x02\x86r\xfe\xff\xff\xffe.") == [(1, 2)]
     assert parse(b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff].") == []
 

@@ -1,4 +1,4 @@
-"""Counts and hashes of runs, against plain Python."""
+"""Counts and hashes of runs, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_weights_that_are_equal_hash_equal_and_others_do_not() -> None:
 @pytest.mark.parametrize(
     ("bounds", "word"),
     [
-        ([-1, 2], "leave an array of 5"),
-        ([0, 6], "leave"),
-        ([0, 4, 3, 5], r"bounds\[2\] descends"),
+        ([-1, 2], "exceed an array of 5"),
+        ([0, 6], "exceed"),
+        ([0, 4, 3, 5], r"bounds\[2\] is smaller"),
         ([], "one value more"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The kernel that weighs tokens by character spans, against a slow obvious twin."""
+"""The kernel that weights tokens by character spans, compared with a slow, simple twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = [bytes([i]) for i in range(256)] + [b"", b"ab", b" the", "é".encode(),
 
 
 def call(rows, *, tokens=TOKENS, ids_dtype=np.uint32, **changes):
-    """Runs the kernel on rows of (ids, text, spans)."""
+    """Run the kernel on rows of (ids, text, spans)."""
 
     def offsets(lengths):
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
@@ -34,7 +34,7 @@ def call(rows, *, tokens=TOKENS, ids_dtype=np.uint32, **changes):
 
 
 def twin(ids, text, spans):
-    """Writes the owner token and the character down for every byte, then looks."""
+    """Record token and character of every byte, then compute weights from these."""
     if any(i >= len(TOKENS) or not TOKENS[i] for i in ids) or b"".join(TOKENS[i] for i in ids) != text:
         return [0.0] * len(ids), 0, 0
     owner = [token for token, i in enumerate(ids) for _ in TOKENS[i]]
@@ -60,7 +60,7 @@ def row(draw):
         fitting = [i for i, token in enumerate(TOKENS) if token and text.startswith(token, at)]
         ids.append(draw(st.sampled_from(fitting)))
         at += len(TOKENS[ids[-1]])
-    if draw(st.integers(0, 9)) == 0:  # now and then, tokens that do not spell the text
+    if draw(st.integers(0, 9)) == 0:  # sometimes tokens that do not spell the text
         ids = draw(st.lists(st.integers(0, len(TOKENS)), max_size=5))
     edges = sorted(draw(st.lists(st.integers(0, len(text.decode())), max_size=8)))
     edges = edges[: len(edges) // 2 * 2]
@@ -106,9 +106,9 @@ def test_rows_that_tokens_do_not_spell_are_named_and_weigh_nothing():
         ([(2, 1, 1.0)], r"row 0: span \[2, 1\) descends"),
         ([(-1, 1, 1.0)], r"row 0: span \[-1, 1\) descends"),
         ([(0, 2, 1.0), (1, 3, 1.0)], r"row 0: span \[1, 3\) descends or overlaps"),
-        ([(0, 4, 1.0)], r"row 0: span \[0, 4\) ends past the text"),
-        ([(9, 9, 1.0)], r"row 0: span \[9, 9\) ends past the text"),
-        ([(0, 2**62, 1.0)], "ends past the text"),
+        ([(0, 4, 1.0)], r"row 0: span \[0, 4\) ends after the text"),
+        ([(9, 9, 1.0)], r"row 0: span \[9, 9\) ends after the text"),
+        ([(0, 2**62, 1.0)], "ends after the text"),
     ],
 )
 def test_bad_spans_are_refused(spans, message):
@@ -125,7 +125,7 @@ def test_bad_spans_are_refused(spans, message):
         ({"text_offsets": np.array([1, 3], np.int64)}, "text_offsets must run"),
         ({"span_offsets": np.array([0, 0, 1], np.int64)}, "same number of rows"),
         ({"token_offsets": np.zeros((2, 2), np.int64)}, "token_offsets must be one-dimensional"),
-        ({"span_weights": np.zeros(2, np.float32)}, "one value a span"),
+        ({"span_weights": np.zeros(2, np.float32)}, "one value per span"),
         ({"span_edges": np.zeros(2, np.int64)}, r"span_edges must be \[spans, 2\]"),
         ({"ids": np.zeros((1, 3), np.uint32)}, "ids must be one-dimensional"),
     ],

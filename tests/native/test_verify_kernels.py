@@ -1,4 +1,4 @@
-"""The kernels of verification against plain Python, on arrays that are right, nearly right, or anything."""
+"""The kernels of verification compared with plain Python, on valid, almost valid and random arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HUGE = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**56, 2**62, 2**63 - 1])
 
 @st.composite
 def arrays(draw: st.DrawFn, *, weights: bool) -> Arrays:
-    """Sound packs, of which a few values are then replaced."""
+    """Draw valid packs, then replace a few values."""
     packs = draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), max_size=6))
     token_offsets, sequence_offsets, starts, mask = [0], [0], [], []
     for lengths in packs:
@@ -48,7 +48,7 @@ def arrays(draw: st.DrawFn, *, weights: bool) -> Arrays:
 
 
 def walk(arrays: Arrays, mask_dtype: Any, run: int, piece: int) -> tuple[Walked, PackWalk]:
-    """Hand the arrays in as verification does, in runs and pieces of these sizes."""
+    """Pass the arrays like verification does, in runs and pieces of these sizes."""
     native = PackWalk(sequences=len(arrays.starts), tokens=len(arrays.mask), capacity=arrays.capacity,
                       multiple=arrays.multiple, most=1000)  # fmt: skip
     tokens, sequences = (np.array(a, np.int64) for a in (arrays.token_offsets, arrays.sequence_offsets))
@@ -129,7 +129,7 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 
 def bad_ids(folder: Path, ids: Any, limit: int) -> tuple[list[tuple[str, int]], int]:
-    """Rule and place of the findings that are kept, and how many there are."""
+    """Return rule and place of the kept findings, and the number of all findings."""
     path = folder / "x.bin"
     path.write_bytes(ids.tobytes())
     findings = Findings("x", 5)

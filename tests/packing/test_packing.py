@@ -1,4 +1,4 @@
-"""pack_sequences and its company, from the outside."""
+"""``pack_sequences`` and related functions, by their public interface."""
 
 import hashlib
 import subprocess
@@ -22,7 +22,7 @@ def packs_of(plan):
 
 
 def check(plan, lengths, capacity, *, most=None, multiple=1):
-    """Everything a plan promises about itself."""
+    """Check all guarantees of a plan."""
     lengths = np.asarray(lengths, np.int64)
     assert plan.offsets.dtype == plan.sequences.dtype == np.int64
     assert plan.offsets[0] == 0
@@ -115,7 +115,7 @@ def test_a_stream_is_packed_whatever_the_pieces(problem, window, pieces):
 
 @st.composite
 def grouped_problems(draw):
-    """Problems whose sequences come in groups that fit: their numbers are any, each in one place."""
+    """Draw problems with sequences in groups that fit. Group numbers are random, and each group is contiguous."""
     problem = draw(problems())
     multiple, usable = problem["sequence_multiple"], problem["capacity"] // problem["sequence_multiple"]
     same = draw(st.one_of(st.none(), st.integers(1, 3)))
@@ -125,7 +125,7 @@ def grouped_problems(draw):
         in_group = same is None or groups.count(groups[-1] if groups else None) < same
         if not groups or not in_group or rooms[-1] + units > usable or (same is None and draw(st.booleans())):
             if same and groups and groups.count(groups[-1]) < same:
-                continue  # would leave a group of another size
+                continue  # would change the size of a group
             groups.append(len(rooms))
             rooms.append(0)
         else:
@@ -147,7 +147,7 @@ def grouped_problems(draw):
 def test_no_group_is_torn_and_packs_are_those_of_sequences_as_long(problem):
     lengths, groups = np.array(problem["lengths"]), problem["groups"]
     multiple, most = problem["sequence_multiple"], problem["max_sequences_per_pack"]
-    # The slow twin: each group as one sequence of its rounded length.
+    # The slow twin treats each group as one sequence of its rounded length.
     members = {number: np.flatnonzero(groups == number) for number in dict.fromkeys(groups.tolist())}
     rounded = -(-lengths // multiple) * multiple
     alone = problem | {"lengths": [int(rounded[each].sum()) for each in members.values()]}
@@ -173,18 +173,18 @@ def test_each_sequence_its_own_group_is_no_groups():
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "words"),
     [
-        ([3, 3, 4], {"groups": [0, 0]}, ValueError, r"groups has the shape \(2,\), expected \(3,\)"),
-        ([3, 3], {"groups": [0.0, 0.0]}, TypeError, "groups are float64"),
-        ([3, 3, 3, 3], {"groups": [7, 8, 8, 7]}, ValueError, "groups holds 7 in 2 places"),
+        ([3, 3, 4], {"groups": [0, 0]}, ValueError, r"groups has shape \(2,\), expected \(3,\)"),
+        ([3, 3], {"groups": [0.0, 0.0]}, TypeError, "groups has dtype float64"),
+        ([3, 3, 3, 3], {"groups": [7, 8, 8, 7]}, ValueError, "group 7 occurs in 2 separate places"),
         ([3, 3, 6, 5], {"groups": [0, 0, 1, 1]}, SequenceError, "lengths:2: the group that begins here has 11 tokens"),
-        ([3, 11], {"groups": [0, 0]}, SequenceError, "length 11 does not fit capacity 10"),
+        ([3, 11], {"groups": [0, 0]}, SequenceError, "length 11 does not fit into the capacity 10"),
         (
             [3, 2, 4],
             {"groups": [0, 0, 0], "sequence_multiple": 4},
             SequenceError,
             "12 tokens, each sequence rounded up",
         ),
-        ([3, 3, 3], {"groups": [0, 0, 1], "max_sequences_per_pack": 4}, ValueError, "goes with groups of one size"),
+        ([3, 3, 3], {"groups": [0, 0, 1], "max_sequences_per_pack": 4}, ValueError, "needs groups of equal size"),
         ([3, 3], {"groups": [0, 0], "max_sequences_per_pack": 1}, ValueError, "but groups have 2 sequences"),
     ],
 )
@@ -198,7 +198,7 @@ def test_no_sequences_make_no_groups():
 
 
 def lognormal(count, capacity=4096, seed=0):
-    """Lengths from integer arithmetic only, so that they are the same on any machine."""
+    """Return lengths from integer arithmetic only, so that they are the same on any machine."""
     random = np.random.Generator(np.random.PCG64(seed))
     halvings, mantissas = random.geometric(0.4, count), random.integers(capacity // 2, capacity + 1, count)
     return np.maximum(1, mantissas >> np.minimum(halvings - 1, 40)).astype(np.int64)
@@ -218,7 +218,7 @@ def test_sequential_keeps_the_order():
 
 
 def test_auto_takes_a_perfect_order_and_shuffles_its_packs():
-    # Triples that sum to 1731, in order: found by search, as planners that sort seldom miss it.
+    # Triples that sum to 1731, in order. Found by a search, because planners that sort seldom miss it.
     lengths = [630, 554, 547, 586, 609, 536, 575, 530, 626, 645, 430, 656, 494, 701]
     lengths += [536, 655, 570, 506, 650, 525, 556, 584, 578, 569, 480, 627, 624]
     others = {method: pack_sequences(lengths, 1731, method=method).num_packs for method in OTHERS}
@@ -240,7 +240,7 @@ def test_auto_beats_its_own_parts_on_common_shapes():
 
 
 def test_high_effort_closes_a_gap():
-    # Few sizes, two to four a pack: greedy planners waste four percent.
+    # Few sizes, two to four per pack: greedy planners waste four percent.
     lengths = [19, 20, 36, 40, 43] * 800
     normal, high = (pack_sequences(lengths, 100, effort=effort) for effort in ("normal", "high"))
     check(high, lengths, 100)
@@ -250,7 +250,7 @@ def test_high_effort_closes_a_gap():
 
 
 def mixed(seed, share, low, high, count=20_000):
-    """Lengths of which a share is any, and the rest between two bounds."""
+    """Return lengths: a share of any size, and the rest between two bounds."""
     rng, some = np.random.default_rng(seed), int(count * share)
     return np.concatenate([rng.integers(1, 4097, some), rng.integers(low, high, count - some)])
 
@@ -258,13 +258,13 @@ def mixed(seed, share, low, high, count=20_000):
 @pytest.mark.parametrize(
     ("lengths", "packs"),
     [
-        (mixed(1, 0.0, 800, 2000), 6910),  # of 7,260 without the program
-        (mixed(3, 0.03, 1100, 1700), 7250),  # of 7,680
-        (mixed(3, 0.1, 900, 1200), 5880),  # of 6,040
+        (mixed(1, 0.0, 800, 2000), 6910),  # 7,260 without the program
+        (mixed(3, 0.03, 1100, 1700), 7250),  # 7,680 without it
+        (mixed(3, 0.1, 900, 1200), 5880),  # 6,040 without it
     ],
 )
 def test_high_effort_keeps_its_gain_beside_lengths_of_all_kinds(lengths, packs, monkeypatch):
-    monkeypatch.setattr(linear_program, "_MAX_WORK", 150_000_000, raising=False)  # a fraction of what it may cost
+    monkeypatch.setattr(linear_program, "_MAX_WORK", 150_000_000, raising=False)  # a fraction of the default
     high = pack_sequences(lengths, 4096, effort="high")
     check(high, lengths, 4096)
     assert (high.method, high.num_packs < packs) == ("linear-program", True)
@@ -367,7 +367,7 @@ def test_a_length_that_fits_only_before_rounding_up_is_named():
     [
         ({"method": "worst-fit"}, ValueError, "auto, best-fit, exact-fill"),
         ({"effort": "max"}, ValueError, "normal, high"),
-        ({"effort": "high", "method": "best-fit"}, ValueError, "goes with method='auto'"),
+        ({"effort": "high", "method": "best-fit"}, ValueError, "needs method='auto'"),
         ({"capacity": 0}, ValueError, "capacity is 0"),
         ({"capacity": 2**31}, ValueError, "capacity is 2147483648"),
         ({"capacity": 8.0}, TypeError, "capacity is 8.0"),
@@ -380,8 +380,8 @@ def test_a_length_that_fits_only_before_rounding_up_is_named():
         ({"seed": None}, TypeError, "seed is None"),
         ({"lengths": [1.0]}, TypeError, "float64"),
         ({"lengths": [True]}, TypeError, "bool"),
-        ({"lengths": ["1"]}, TypeError, "integers are needed"),
-        ({"lengths": [2**70]}, TypeError, "integers are needed"),
+        ({"lengths": ["1"]}, TypeError, "expected integers"),
+        ({"lengths": [2**70]}, TypeError, "expected integers"),
         ({"lengths": [[1]]}, ValueError, "2 dimensions"),
         ({"lengths": 5}, ValueError, "0 dimensions"),
     ],
@@ -393,7 +393,7 @@ def test_options_out_of_range_are_refused(options, error, words):
 
 
 def test_few_lengths_in_a_large_capacity_cost_little_memory():
-    # In its own process: a table over the capacity would be gigabytes.
+    # In a separate process, because a table over the capacity would need gigabytes.
     code = (
         "import resource, numpy; from megatron_sft_idx.packing import METHODS, pack_sequences\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -419,7 +419,7 @@ def test_a_window_costs_little_fill():
 
 
 def test_no_sequence_waits_for_ever():
-    # Two never share a pack and none is full: packs must go out all the same.
+    # No two sequences share a pack, and no pack is full, but packs must be returned anyway.
     packer = WindowPacker(100, window=10)
     given_out = sum(len(packer.add([60] * 10)) for _ in range(10))
     assert given_out >= 70
@@ -440,9 +440,9 @@ def test_a_stream_names_positions_and_options():
     packer.add([1, 2, 3, 4, 5])
     with pytest.raises(SequenceError, match="lengths:6: length 101"):
         packer.add([6, 101])
-    packer.add([6])  # nothing of the refused call was taken
+    packer.add([6])  # the rejected call had no effect
     assert sorted(np.concatenate(packer.finish()).tolist()) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="method is 'no'"):
+    with pytest.raises(ValueError, match="unknown method 'no'"):
         WindowPacker(100, method="no")
     with pytest.raises(ValueError, match="full is 2"):
         WindowPacker(100, full=2)

@@ -1,4 +1,4 @@
-"""Columns go along where whole ranges of packs are moved: merged, split and copied; all of them or the verb refuses."""
+"""``merge``, ``split`` and ``copy`` keep all columns, or fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_samples(prefix: Path, packs: Sequence[Any]) -> None:
 
 
 def attach(prefix: Path, name: str, per: Any, **options: Any) -> NDArray[np.float32]:
-    """A column whose values count its rows."""
+    """Attach a column with consecutive values."""
     header = Shard(prefix).header
     rows = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}[per]
     values = np.arange(rows, dtype=np.float32)
@@ -65,7 +65,7 @@ def files_of(folder: Path, name: str = "x") -> dict[str, bytes]:
 
 
 def lines_of(prefix: Path | str) -> list[tuple[str, int]]:
-    """File and line of every sequence, as ``source`` says them."""
+    """Return file and line of every sequence, from ``source``."""
     column = Shard(prefix).columns["source"]
     files = [file["name"] for file in column.spec.metadata["files"]]
     return [(files[file], line) for file, line in column.values.tolist()]
@@ -87,7 +87,7 @@ def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
     for module in (run_module, split_module):
         monkeypatch.setattr(module, "COPIED_TOKENS", 20)
     monkeypatch.setattr(writer_module, "_LONG_RUN", 15)
-    # Whole pairs in every pack, so that wherever a shard is split there are (C10).
+    # Complete pairs in every pack, so that every split has complete pairs (C10).
     whole = [pack for pack in PACKS if len(pack.starts) % 2 == 0]
     write_columned(tmp_path / "x", whole, {**SPECS, "pair": PAIR})
     late = {per: attach(tmp_path / "x", f"late_{per}", per) for per in ("token", "sequence", "pack")}
@@ -140,7 +140,7 @@ def tables(*names: str) -> ColumnSpec:
 
 
 def test_the_files_of_all_sources_are_one_table_and_every_sequence_keeps_its_line(tmp_path: Path) -> None:
-    # The files "b" are one, "b2" is another of the same name; the last table is as the first.
+    # Both "b" are the same file, "b2" is another one of the same name; the last table equals the first.
     given = [tables("a", "b"), tables("b", "b2", "c"), tables("c", "a"), tables("a", "b")]
     for i, spec in enumerate(given):
         write_columned(tmp_path / f"s{i}", PACKS[10 * i : 10 * i + 10], {"source": spec}, first=100 * i)
@@ -151,7 +151,7 @@ def test_the_files_of_all_sources_are_one_table_and_every_sequence_keeps_its_lin
     assert fingerprints == ["aa", "bb", "b2", "cc"]
     assert lines_of(tmp_path / "x") == [line for source in sources for line in lines_of(source)]
     assert verify_shard(tmp_path / "x", full=True).ok
-    # What is merged in two steps is what is merged in one.
+    # Merging in two steps gives the same result as in one.
     merge(sources[:3], tmp_path / "y", durable=False)
     merge([tmp_path / "y", sources[3]], tmp_path / "z", durable=False)
     assert files_of(tmp_path, "x") == files_of(tmp_path, "z")
@@ -170,7 +170,7 @@ def test_files_without_fingerprints_are_not_taken_for_one_another(tmp_path: Path
 
 
 def write_pairs(prefix: Path, packs: Sequence[Any], numbers: Sequence[int]) -> None:
-    """The sequences of the packs are chosen and rejected by turns."""
+    """Write packs whose sequences are alternately chosen and rejected."""
     write_samples(prefix, packs)
     count = Shard(prefix).header.num_sequences
     values = [[numbers[i // 2 % len(numbers)] + i // 2 // len(numbers) * 1000, i % 2] for i in range(count)]
@@ -186,7 +186,7 @@ def test_pairs_of_different_shards_stay_apart(tmp_path: Path) -> None:
     third = shift + max(second)[0] + 1
     expected = [*first, *((n + shift, i) for n, i in second), *((n + third, i) for n, i in first)]
     assert pairs_of(tmp_path / "x") == expected
-    # Outputs of one split have their numbers from one shard, and go on with them; turned round they do not.
+    # Outputs of one split keep the numbers of one shard if they are merged in order, but not in reverse order.
     parts = split(tmp_path / "x", tmp_path / "y", SplitSize(shards=4)).prefixes
     merge(parts, tmp_path / "z", durable=False)
     assert pairs_of(tmp_path / "z") == expected
@@ -215,7 +215,7 @@ def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (None, r"t: has no column note; it has .*; .*s has one; a merged shard can only have columns that"),
+        (None, r"t: has no column note; it has .*, but .*s has one; a merged shard can only have columns that"),
         (
             ColumnSpec("pack", "f4"),
             r"t: column note is float32 x 1 .*, but in .*s it is uint16 x 2 .*, aligned with lab",
@@ -238,10 +238,10 @@ def test_columns_that_do_not_go_together_are_refused_and_left_out_with_leave(
         merge(sources[::-1], tmp_path / "x", durable=False)
     assert not list(tmp_path.glob("x.*"))
     report = merge(sources, tmp_path / "x", lossy=True, durable=False)
-    assert [said for said in report.notes if said.startswith("column note left out (--lossy):  ")]
+    assert [said for said in report.notes if said.startswith("column note left out (--lossy): ")]
     assert list(Shard(tmp_path / "x").columns) == ["source"]
     done = command("merge", *map(str, sources), "--output-prefix", str(tmp_path / "y"), "--lossy")
-    assert "note            column note left out (--lossy):  " in done.out
+    assert "note            column note left out (--lossy): " in done.out
 
 
 def test_metadata_that_all_have_stay_and_others_are_said(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
         with pytest.raises(ShardNotFoundError, match="C8"):
             work()
     assert not list(tmp_path.glob("out/*"))
-    # What is left of a shard is no less for columns that are lost.
+    # Lost columns do not affect the rest of a shard.
     late = tmp_path / "s.late.col"
     late.write_bytes(late.read_bytes()[:60])
     report = merge([tmp_path / "s"], tmp_path / "x", lossy=True, durable=False)
@@ -286,7 +286,7 @@ def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stray", ["text", "empty", "of another shard"])
 @pytest.mark.parametrize("at", ["s", "x", "x-00001-of-00002"])
 def test_a_file_with_the_name_of_a_column_is_never_passed_over(tmp_path: Path, stray: str, at: str) -> None:
-    """Nothing tells a stranger's file from a column whose head is damaged: next to source or output, it stops verbs."""
+    """An unrelated file looks like a column with a damaged header: next to source or output, it is an error."""
     write_columned(tmp_path / "s", PACKS[:20], FEW)
     path = tmp_path / f"{at}.notes.col"
     if stray == "of another shard":
@@ -439,14 +439,14 @@ def test_copies_bring_all_columns_and_send_nothing_twice(store: str, tmp_path: P
     pack = Shard(target, columns=["source", "late"])[3]
     assert pack["source"].shape == (len(PACKS[3].starts), 2)
     np.testing.assert_array_equal(pack["late"], Shard(tmp_path / "x", columns=["late"])[3]["late"])
-    # What was attached since is all that is sent; the shard stays open to readers.
+    # Only newly attached columns are sent; the shard stays open to readers.
     attach(tmp_path / "x", "later", "pack")
     index = os.stat(there / "x.seq.idx")
     again = copy_shard(str(tmp_path / "x"), target)
     assert again.nbytes_sent == os.path.getsize(tmp_path / "x.later.col")
     assert os.stat(there / "x.seq.idx").st_ino == index.st_ino
     assert files_of(there) == files_of(tmp_path)
-    # A listed column that was lost or damaged there is brought again.
+    # A listed column that was lost or damaged at the target is copied again.
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"\x89SFTCOL\n" + bytes(300))):
         damage(there / "x.source.col")
         if not remote:
@@ -472,7 +472,7 @@ def test_columns_of_another_shard_go_with_it_and_those_of_this_one_stay(
         copy_shard(str(tmp_path / "new"), target)
     copy_shard(str(tmp_path / "new"), target, overwrite=True)
     assert {**files_of(tmp_path, "new"), ".mine.col": b"a list of mine"} == files_of(there)
-    # Attached there, to this very shard: it outlives a repair.
+    # A column attached to the copy itself survives a repair.
     attach(tmp_path / "new", "late", "pack")
     os.rename(tmp_path / "new.late.col", there / "x.late.col")
     if remote:
@@ -482,7 +482,7 @@ def test_columns_of_another_shard_go_with_it_and_those_of_this_one_stay(
     copy_shard(str(tmp_path / "new"), target, overwrite=not remote)
     assert files_of(there).keys() == {*files_of(tmp_path, "new"), ".mine.col", ".late.col"}
     assert (there / "x.bin").read_bytes() == (tmp_path / "new.bin").read_bytes()
-    # A file of somebody else under the name of a column is never replaced.
+    # A file of another program with the name of a column is never replaced.
     attach(tmp_path / "new", "mine", "pack")
     for overwrite in (False, True):
         with pytest.raises(FormatError, match=r"mine\.col"):
@@ -609,15 +609,15 @@ def test_a_disk_that_fills_up_inside_a_column_leaves_no_shard_and_room_again(
     with mounted("size=8m") as disk:
         with filled(disk, need // 2), pytest.raises(OSError, match="No space left"):
             work(disk / "x")
-        assert names_of(disk) == []  # found before the work
-        # Others fill the disk after it was found to have room.
+        assert names_of(disk) == []  # detected before the work
+        # Other programs fill the disk after the check for space.
         for module in (publication_module, split_module):
             monkeypatch.setattr(module, "require_space", lambda *_: None)
         for room in range(40_000, need - 40_000, need if verb == "copy" else need // 5):
             with filled(disk, room), pytest.raises(OSError, match="No space left"):
                 work(disk / "x")
             assert not list(disk.glob("*.seq.idx"))
-            assert verb == "copy" or names_of(disk) == []  # what has arrived of a copy stays for the next
+            assert verb == "copy" or names_of(disk) == []  # the copied files stay for the next attempt
         work(disk / "x")
         for path in disk.glob("*.seq.idx"):
             assert verify_shard(str(path).removesuffix(".seq.idx"), full=True).ok

@@ -1,4 +1,4 @@
-"""Columns where packs are made anew: what a sequence has goes with it, and what a pack has is lost aloud."""
+"""Columns during repacking: values of tokens and sequences are kept, and losing values of packs is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_sft_idx.tokenize import PackOptions, gather, pack_shard
 from megatron_sft_idx.tokenize.corpus import CorpusReader
 
 CARRIED = {name: spec for name, spec in SPECS.items() if spec.per != "pack"}
-# Which token and which sequence of the source a row is of.
+# Columns with the token and the sequence of the source that a row belongs to.
 PLACES = {
     "token_number": ColumnSpec("token", np.int64),
     "token_numbers": ColumnSpec("token", np.int32, 3, "label"),
@@ -46,7 +46,7 @@ def _write(prefix: Path, packs: list[Sample], *, attach: bool = False) -> Shard:
 
 
 def _assert_goes_with_its_sequence(source: Shard, packed: Shard, overlong: str) -> None:
-    """Every sequence of the packed shard has the values that the source has for it, column by column."""
+    """Check that every sequence of the packed shard has its values in the source, column by column."""
     bounds, theirs = packed.sequence_bounds(), source.sequence_bounds()
     numbers = packed.columns["number"].values[:]
     assert sorted(source.columns) == sorted(packed.columns)
@@ -59,7 +59,7 @@ def _assert_goes_with_its_sequence(source: Shard, packed: Shard, overlong: str) 
         at = tokens if column.spec.per == "token" else numbers
         np.testing.assert_array_equal(values, np.asarray(mine.values[:])[at], strict=True)
     np.testing.assert_array_equal(packed.files.tokens[:], source.files.tokens[:][tokens])
-    # The tokens of a sequence are those of its own, in their order.
+    # The tokens belong to the sequence, in order.
     for number, start, stop in zip(numbers.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         first = tokens[start]
         assert theirs[number] <= first

@@ -1,4 +1,4 @@
-"""Conditions on columns: read from any text, and bound to any column, without a value that is not what was written."""
+"""Conditions on columns: parsing of any text and binding to any column never change the written value."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_any_other_text_is_refused_in_one_line(text: str) -> None:
 
 
 def exact(text: str) -> Fraction | float | None:
-    """The number that a text stands for; None for infinity, which is no fraction."""
+    """Return the number that a text represents; None for infinity, which is not a fraction."""
     text = {"true": "1", "false": "0"}.get(text, text)
     return None if text.lstrip("+-").startswith("inf") else Fraction(text)
 
@@ -81,7 +81,7 @@ def test_a_value_is_held_by_the_dtype_or_refused(dtype: np.dtype, text: str, op:
             plain = (number is not None and text.lstrip("+-").isdigit()) or text in ("true", "false")
             assert not (plain and limits.min <= number <= limits.max)
         else:
-            # Too large, or so small that it would be 0.
+            # Too large, or so small that it would become 0.
             assert number is not None
             largest, smallest = (
                 Fraction(float(np.finfo(dtype).max)),
@@ -94,7 +94,7 @@ def test_a_value_is_held_by_the_dtype_or_refused(dtype: np.dtype, text: str, op:
         assert int(bound.value) == number
     elif number is None:
         assert np.isinf(bound.value)
-    elif not re.fullmatch(r"[+-]?[0-9]+(\.0*)?", text):  # as Python prints the value of a column
+    elif not re.fullmatch(r"[+-]?[0-9]+(\.0*)?", text):  # the form in which Python prints the value of a column
         assert bound.value == dtype.type(float(number))
         number = Fraction(float(bound.value))
     values = data.draw(st.lists(st.integers(0, 100), max_size=8))

@@ -1,4 +1,4 @@
-"""What makes shards of several shards with images and audio, in runs of packs that begin and end anywhere."""
+"""All ways to make shards from several shards with images and audio, with any division into runs of packs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.shard import Shard
 def test_several_shards_are_converted_into_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    """The result is read again in other runs of packs than the sources, and is the same in all of them."""
+    """The result is read in other runs of packs than the sources, always with the same values."""
     if window is not None:
         assert hasattr(run, "WINDOW_PACKS")
         monkeypatch.setattr(run, "WINDOW_PACKS", window)
@@ -59,7 +59,7 @@ def test_shards_with_and_without_images_go_together(tmp_path: Path, verb: str, o
 
 
 def test_a_conversion_that_lost_an_item_would_be_seen() -> None:
-    """The hash that both ends are held to tells items apart: which, where, of what kind, and in which sequence."""
+    """The hash that is compared at both ends depends on each item's file, position, kind and sequence."""
     blobs = BlobsInMemory([b"a", b"b"])
 
     def hashed(counts: list[int], *items: list[int]) -> ContentHash:

@@ -1,4 +1,4 @@
-"""Images and audio where sequences are chosen, weighted, cut and packed again, against a naive way to do it."""
+"""Images and audio when sequences are selected, weighted, cut and repacked, compared with a naive implementation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Item = tuple[str, int, int, bytes]
 
 @dataclass(frozen=True)
 class Plain:
-    """A sequence with its label-aligned mask, and its items counted from its first token."""
+    """A sequence with its label-aligned mask, and its items relative to its first token."""
 
     ids: tuple[int, ...]
     mask: tuple[float, ...]
@@ -37,7 +37,7 @@ class Plain:
 
 
 def plain_of(packs: Any) -> list[Plain]:
-    """The sequences of packs, one after the other."""
+    """Return the sequences of packs, one after the other."""
     found = []
     for pack in packs:
         ids, mask = pack["input_ids"].tolist(), pack["loss_mask"].tolist()
@@ -52,7 +52,7 @@ def plain_of(packs: Any) -> list[Plain]:
 
 
 def assert_holds_only(prefix: Path, expected: list[Plain]) -> None:
-    """These sequences, in packs of any order; of files those that they show, and no other."""
+    """Check that a shard has these sequences in packs of any order, and only the files that they use."""
     assert Counter(plain_of(Shard(prefix))) == Counter(expected)
     assert command("verify", prefix, "--full").code == 0
     shown = {data for one in expected for *_, data in one.items}
@@ -126,7 +126,7 @@ def test_where_no_sequence_with_media_is_kept_there_is_no_file(tmp_path: Path) -
 
 
 def cut_naively(sequences: list[Plain], longest: int, overlong: str) -> tuple[list[Plain], int]:
-    """What is packed, and how many sequences are dropped since an item would be parted."""
+    """Return the sequences to pack, and the number of sequences dropped because a cut would divide an item."""
     out, parted = [], 0
     for one in sequences:
         if len(one.ids) <= longest:
@@ -177,7 +177,7 @@ def test_where_every_sequence_would_be_parted_nothing_is_left(tmp_path: Path) ->
     assert not num_kept_tokens(lengths, PackOptions(4, overlong="truncate"), CorpusReader(Shard(tmp_path / "x")))
 
 
-# ---- what a dry run says ----
+# ---- output of a dry run ----
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])

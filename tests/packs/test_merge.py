@@ -1,4 +1,4 @@
-"""Many shards to one: the same packs in the same order, and nothing from shards that do not go together."""
+"""``merge``: the same packs in the same order, and errors for shards that do not fit together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packs import provenance as origin
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 
-# ---- what is written ----
+# ---- output ----
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +98,7 @@ def test_the_heap_does_not_grow_with_packs_or_tokens(
     assert peaks[2] < 8 << 20
 
 
-# ---- shards that do not go together ----
+# ---- shards that do not fit together ----
 
 TOKENIZER = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 1000}, "chat_template": {"fingerprint": "ttt"}}
 DIFFERENT = [
@@ -170,7 +170,7 @@ def test_a_rebuilt_source_makes_the_merged_shard_a_rebuilt_one(tmp_path: Path) -
     assert not merged([a], tmp_path / "n").header.rebuilt
 
 
-# ---- where the packs come from ----
+# ---- origin of the packs ----
 
 
 def test_the_header_lists_the_sources_also_through_merges_of_merges(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_header_lists_the_sources_also_through_merges_of_merges(tmp_path: Pa
         }
         for header in map(read_header, sources)
     ]
-    del entries[1]  # the empty one
+    del entries[1]  # the empty shard
     assert metadata == {"format_writer": 1, "options": {"seed": 1}, "origin": entries}
     left, right = str(tmp_path / "left"), str(tmp_path / "right")
     merged(sources[:3], left)

@@ -1,4 +1,4 @@
-"""The verbs merge and split, and tools/merge_sft.py."""
+"""The commands merge and split, and tools/merge_sft.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_numbered(folder: Path) -> None:
-    """Shards part-8 to part-11, of two packs each."""
+    """Write shards part-8 to part-11 of two packs each."""
     for i in range(4):
         write_samples(folder / f"part-{8 + i}", demo_samples(8)[2 * i : 2 * i + 2], capacity=64)
 

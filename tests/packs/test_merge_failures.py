@@ -1,4 +1,4 @@
-"""Merging what is corrupt, or where it cannot be: an error, and nothing published."""
+"""Merging corrupt shards, or to an impossible place: an error, and nothing is published."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.shard.pack_log import read_blocks
 ROOT = Path(__file__).parents[2]
 
 
-# ---- sources that are not what they were ----
+# ---- changed sources ----
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -79,12 +79,12 @@ def test_a_source_replaced_after_the_checks_is_refused(tmp_path: Path) -> None:
         if read_header(sources[1]).num_packs == 4:
             write_samples(sources[1], demo_samples(5), capacity=64, overwrite=True)
 
-    with pytest.raises(FormatError, match="another shard was published over it"):
+    with pytest.raises(FormatError, match="another shard has replaced it"):
         merged(sources, tmp_path / "m", watch=sums_told(replace))
     assert not list(tmp_path.glob("m*"))
 
 
-# ---- where it is written ----
+# ---- destinations ----
 
 
 def test_a_source_is_never_the_output(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_source_is_never_the_output(tmp_path: Path) -> None:
     for output in (sources[0], str(folder / ".." / "real" / "s0"), str(tmp_path / "link" / "s0"), sources[0] + ".bin"):
         with pytest.raises(FormatError, match="used as both the output and "):
             merged(sources, output, overwrite=True)
-    with pytest.MonkeyPatch.context() as another_writer:  # ours refuses the name, as its tokens are x.loss.bin
+    with pytest.MonkeyPatch.context() as another_writer:  # our writer rejects a name like x.loss.bin
         another_writer.setattr(ShardPaths, "require_own_names", lambda paths: None)
         write_samples(folder / "x.loss", demo_samples(2), capacity=64)
     with pytest.raises(FormatError, match="used as both the output and "):
@@ -163,20 +163,20 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path, capfd: pyt
     from megatron_sft_idx.cli.main import main
 
     sources = write_parts(tmp_path, demo_samples(4), [2])
-    # All that it takes is imported then: the other user may not be able to read the package.
+    # This imports everything that is needed, because the other user may not be able to read the package.
     assert main(["merge", *sources, "--output-prefix", str(tmp_path / "good")]) == 0
     target = tmp_path / "out"
     target.mkdir(mode=0o555)
     for folder in (tmp_path, *tmp_path.parents):
-        if not folder.stat().st_mode & 0o001:  # or the other user could not even come here
+        if not folder.stat().st_mode & 0o001:  # otherwise the other user could not enter this folder
             folder.chmod(folder.stat().st_mode | 0o055)
     if (child := os.fork()) == 0:
         try:
-            if os.getuid() == 0:  # whom no folder refuses
+            if os.getuid() == 0:  # root can write to every folder
                 os.setuid(65534)
             os._exit(main(["merge", *sources, "--output-prefix", str(target / "x")]))
         finally:
-            os._exit(3)  # and never on with the tests
+            os._exit(3)  # the fork must not continue with the tests
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert f"error: {target}/x.building: Permission denied" in capfd.readouterr().err
     assert folder_of(target) == []

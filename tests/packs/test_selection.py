@@ -1,4 +1,4 @@
-"""Rows that are left out, repeated or kept apart: by what they say, the same whoever works and however often."""
+"""Rows that are dropped, repeated or held out: the selection depends on their content, not on workers or run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = ("--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--repeat",
 
 
 def contents_of(rows: list[tuple[int, int]]) -> np.ndarray:
-    """Of rows that are (what they say, how many sequences they make)."""
+    """Return the contents of sequences, for rows given as (content, number of sequences)."""
     made = []
     for says, sequences in rows:
         key = np.frombuffer(np.random.default_rng(says).bytes(16), "<u4")
@@ -36,7 +36,7 @@ def contents_of(rows: list[tuple[int, int]]) -> np.ndarray:
 
 
 def rows_of(rows: list[tuple[int, int]], sequences: np.ndarray) -> list[int]:
-    """Numbers of the rows whose sequences these are; all of each, end to end and in order."""
+    """Return the rows of these sequences. Check that each row is complete, contiguous and in order."""
     owner = [(row, number) for row, (_, count) in enumerate(rows) for number in range(count)]
     found, numbers = [], iter(sequences.tolist())
     for first in numbers:
@@ -104,7 +104,7 @@ def test_shares_are_what_was_asked_for_larger_samples_hold_smaller_ones_and_seed
     assert samples[0.1] < samples[0.3] < samples[0.9]
     _, valid, _ = select(rows, valid_fraction=0.1)
     _, other, _ = select(rows, 1, valid_fraction=0.1)
-    # Lots for one thing say nothing about those for another, or by another seed.
+    # Random choices for different purposes or seeds are independent.
     for independent in (samples[0.1], set(other)):
         assert abs(len(set(valid) & independent) / len(valid) - 0.1) < 0.06
 
@@ -128,7 +128,7 @@ def test_a_weight_is_how_often_rows_of_a_file_come(weight):
     assert abs(np.mean(weighted) - weight) < 0.06
     assert counts["weighted_out"] == weighted.count(0)
     assert counts["repeats"] == sum(max(count - 1, 0) for count in weighted)
-    # A row comes again only when all others have come.
+    # A row is repeated only after all others have come.
     assert len(set(train[: len(times)])) == len(times)
 
 
@@ -206,7 +206,7 @@ def both(prefix: Path) -> list[dict[str, bytes]]:
 
 
 def said(prefix: Path) -> list[set[bytes]]:
-    """The sequences on each side."""
+    """Return the sequences on each side."""
     return [{ids.tobytes() for ids, _ in sequences_of(at)} for at in (prefix, Path(f"{prefix}.valid"))]
 
 
@@ -227,7 +227,7 @@ def test_a_run_counts_what_a_naive_set_counts_and_splits_without_a_leak(tmp_path
     train, valid = said(tmp_path / "x")
     assert not train & valid
     assert Shard(tmp_path / "x.valid").header.num_sequences == selected["valid"]
-    # Repeated rows change the counts, and which rows are on which side does not change.
+    # Repeated rows change the counts, but not the side of a row.
     preprocess(tmp_path / "y", "--valid-fraction", 0.2, rows=rows)
     assert said(tmp_path / "y") == [train, valid]
 
@@ -357,5 +357,5 @@ def test_what_cannot_be_is_refused_in_a_sentence(options, said, tmp_path):
     refused = preprocess(tmp_path / "x", *options)
     assert refused.code in (1, 2)
     assert said in refused.err
-    # What was tokenised by then serves the next run.
+    # The next run can use the tokenised parts.
     assert set(remains(tmp_path)) <= {"x.building"}

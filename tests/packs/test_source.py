@@ -1,4 +1,4 @@
-"""Every sequence says which file and row it was made from, and there is that row."""
+"""The column ``source``: every sequence has the file and the row that it was made from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BAD = {"messages": [{"role": "user", "content": "nobody answers"}]}
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_parts():
-    """Files of some kilobytes are cut into many parts, as large ones are."""
+    """Divide files of some kilobytes into many parts, like large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut, "PIECE_NBYTES", 3000)
         patch.setattr(Cutting, "of", classmethod(lambda cls, files: cls(3000, 2)))
@@ -48,7 +48,7 @@ def test_variables_that_no_json_holds_are_refused(given):
 
 
 def inputs(folder: Path) -> list[Path]:
-    """The bundled chats, shared out among files of all kinds, with rows among them that make no sequence."""
+    """Write the bundled chats to files of all kinds, with additional rows that give no sequence."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,7 +66,7 @@ def inputs(folder: Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> dict[int, bytes]:
-    """The rows of a file by number: of JSON lines, of the line."""
+    """Return the rows of a file by number; for JSON lines, the number of the line."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -79,7 +79,7 @@ def rows_of(path: Path) -> dict[int, bytes]:
 
 
 def expected(paths, encoder: RowEncoder) -> Counter[tuple[int, int, bytes]]:
-    """File, row and ids of all sequences, each row encoded by itself; long ones are split."""
+    """Return file, row and ids of all sequences. Each row is encoded by itself, and long ones are split."""
     found: Counter[tuple[int, int, bytes]] = Counter()
     for file, path in enumerate(paths):
         for number, raw in rows_of(path).items():
@@ -91,7 +91,7 @@ def expected(paths, encoder: RowEncoder) -> Counter[tuple[int, int, bytes]]:
 
 
 def sources(prefix: Path) -> Counter[tuple[int, int, bytes]]:
-    """What a shard says of its sequences."""
+    """Return file, row and ids of the sequences in a shard."""
     shard = Shard(prefix, columns=["source"])
     return Counter(
         (*place, ids.tobytes())
@@ -122,7 +122,7 @@ def test_every_sequence_names_its_row(tmp_path, encoder):
     assert [file["name"] for file in column.spec.metadata["files"]] == [path.name for path in paths]
     assert str(tmp_path).encode() not in b"".join(files_of(tmp_path / "one").values())
 
-    # Whoever makes it, however often: the same bytes.
+    # The same bytes for any workers and in every run.
     for number, options in enumerate((["--workers", 2], ["--workers", 2, "--output-shards", 1], [])):
         assert files_of(built(tmp_path / f"again{number}", paths, *options)) == files_of(tmp_path / "one")
     shards = tmp_path / "three"
@@ -134,7 +134,7 @@ def test_what_was_tokenised_before_an_interruption_keeps_its_rows(tmp_path, enco
     paths = inputs(tmp_path)
     built(tmp_path / "one", paths)
     late = paths[-1].read_bytes()
-    paths[-1].write_text("{")  # the last row stops it, after all others became parts
+    paths[-1].write_text("{")  # the last row stops the run after all others became parts
     stopped = preprocess(tmp_path / "x", "--source", "--input", *paths, "--overlong", "split", "--on-bad-row", "error")
     assert stopped.code == 1
     paths[-1].write_bytes(late)
@@ -159,7 +159,7 @@ def test_a_shard_without(tmp_path):
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory):
-    """A shard of two files with rows that occur again, in one of them and in both, and long ones that are cut."""
+    """Provide a shard of two files with rows repeated in one and in both, and long rows that are cut."""
     folder = tmp_path_factory.mktemp("inspect")
     rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     some = [write_rows(folder / "a.jsonl", [*rows[:40], *rows[:7]]), write_rows(folder / "b.jsonl", rows[35:90])]
@@ -253,6 +253,7 @@ def test_a_column_that_names_no_files_or_very_many(tmp_path):
             write_column(tmp_path / "x", "source", values, per="sequence", metadata={"files": files}, overwrite=True)
         shown = command("inspect", tmp_path / "x", "--html", tmp_path / "page.html", "--overwrite")
         assert (shown.code, shown.err) == (0, "")
+        assert (" --row " in (tmp_path / "page.html").read_text(encoding="utf-8")) == bool(files)
         said = command("inspect", tmp_path / "x", "--row", "a.jsonl:1")
         assert (said.code, "names no input files" in said.err) == (1, not files)
 
@@ -277,8 +278,9 @@ def test_the_page_names_places(repeated, tmp_path):
     assert command("inspect", repeated, "--html", tmp_path / "page.html").code == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     first = Shard(repeated, columns=["source"])[0]["source"][0].tolist()
-    assert f", from {'ab'[first[0]]}.jsonl:{first[1] + 1}</h4>" in page
-    assert " --row FILE:LINE</code>" in page
+    place = f"{'ab'[first[0]]}.jsonl:{first[1] + 1}"
+    assert f', from <span class="source">{place}</span></h3>' in page
+    assert f" --row {place}</code>" in page
 
 
 # ---- weights ----

@@ -1,4 +1,4 @@
-"""Input files have the shortest names that tell them apart, and one function finds the file of a spelling."""
+"""Names of input files are the shortest unique ones, and one function finds the file for a given spelling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATHS = st.lists(PARTS, min_size=1, max_size=8, unique_by=tuple)
 
 
 def files(paths: list[list[str]]) -> list[str]:
-    """Paths of files, of which none is the folder of another."""
+    """Return paths of files. None is the folder of another."""
     return ["/".join([*path[:-1], path[-1] + ".jsonl"]) for path in paths]
 
 
@@ -38,7 +38,7 @@ def test_a_name_is_the_shortest_end_that_no_other_file_has(paths: list[list[str]
         others = [other for other in given if other != path]
         shorter = name.partition("/")[2]
         assert not shorter or any(f"/{other}".endswith(f"/{shorter}") for other in others)
-        # A name means the file, and the whole path does where the input is at hand.
+        # A name means the file; the whole path works too if the input is known.
         assert find_name(name, names, "x") == number
         whole = [f"/somewhere/{each}" for each in given]
         assert find_name(whole[number], names, "x", whole) == number
@@ -115,7 +115,7 @@ def test_one_spelling_in_every_verb_and_no_path_in_the_header(tmp_path: Path) ->
     )
     listed = command("inspect", tmp_path / "x", "--where", "source == b/train.jsonl", "--json")
     assert json.loads(listed.out)["selected"] == 12
-    # A split keeps the names, and so does a merge; equal names of other files are numbered.
+    # split and merge keep the names; equal names of different files are numbered.
     words = ("--shards", 2, "--output-prefix", tmp_path / "s")
     assert command("split", tmp_path / "x", *words).code == 0
     merge([f"{tmp_path}/s-00000-of-00002", f"{tmp_path}/s-00001-of-00002"], tmp_path / "m", durable=False)
@@ -158,7 +158,7 @@ def test_one_spelling_is_one_file_in_all_options_of_a_command(tmp_path: Path, mo
         "--where": lambda spelling: ("--where", f"source == {spelling}"),
     }
     inputs = ("--input", "a.jsonl", "../a.jsonl")
-    # The path of the one is the name of the other.
+    # The path of one file is the name of the other.
     for option, words in ways.items():
         for spelling in ("a.jsonl", "./a.jsonl"):
             refused = preprocess(tmp_path / "x", *inputs, *words(spelling))
@@ -191,7 +191,7 @@ def test_one_spelling_is_one_file_in_all_options_of_a_command(tmp_path: Path, mo
                 else:
                     assert shard.header.metadata["options"]["loss_weights"] == [[0.5, 1.0], [1.0, 0.5]][file]
             assert all(each == made[0] for each in made)
-    # In the shard, a file has its name alone.
+    # In the shard, a file has only its name.
     for words in (("--row", "old/a.jsonl:1"), ("--where", "source == old/a.jsonl"), ("--row", f"{tmp_path}/a.jsonl:1")):
         refused = command("inspect", tmp_path / "--repeat-0-0", *words)
         assert refused.code in (1, 2)
@@ -246,7 +246,7 @@ def test_no_name_tells_the_folder_of_data_that_a_program_passes(
     for more in ({"repeat": {"math": 2}}, {"loss_weight": {"math": 2}}, {"where": ["source == math"]}):
         with pytest.raises(FormatError, match="math is the path of raw/math, and also the name of another input"):
             made("n", ["math", *mixed[1:]], **more)
-    # Where they cannot be told apart, the name means neither.
+    # An ambiguous name matches neither file.
     paths = ["/math", "/out/x.rows-abcd_123/math"]
     assert told_apart(shortest_names(paths)) == ["math (0)", "math (1)"]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Copies of shards from folder to folder, and to a store that is a folder: what is kept, refused, resumed."""
+"""``copy`` between folders, and to a store that is a folder: kept files, errors, resuming."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path
 
 @pytest.mark.parametrize("work", ["replacing", "removing"])
 def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: str, tmp_path: Path, work: str) -> None:
-    """Of a shard with other masks, all files but these and the header are right."""
+    """The old shard differs only in masks and header."""
     masked = [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
 
     def change(target: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: st
 
 
 def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_path: Path) -> None:
-    """It copies masks and the header alone, and keeps the other files."""
+    """It copies only masks and header, and keeps the other files."""
     write_samples(
         tmp_path / "old", [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
     )
@@ -109,7 +109,7 @@ def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_pa
 
 
 def test_attached_columns_are_replaced_together(tmp_path: Path) -> None:
-    """A running copy, or one that was killed, shows no column of the source beside one that was there."""
+    """A running or killed copy never shows a column of the source next to an old one."""
     for number, name in enumerate(("old", "new")):
         write_samples(tmp_path / name, demo_samples())
         for column in ("one", "two"):
@@ -138,7 +138,7 @@ def test_a_copy_of_columns_removes_no_remains_without_overwrite(tmp_path: Path) 
     with pytest.raises(FormatError, match="left by an interrupted build"):
         copy_shard(str(tmp_path / "from"), str(tmp_path / "to"))
     assert (tmp_path / "to.building").exists()
-    for _ in range(2):  # the second finds every file right
+    for _ in range(2):  # the second run finds all files correct
         copy_shard(str(tmp_path / "from"), str(tmp_path / "to"), overwrite=True)
         assert not (tmp_path / "to.building").exists()
         ShardWriter(tmp_path / "to", overwrite=True).suspend()
@@ -270,7 +270,7 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     assert five_files(tmp_path / "store/x") == five_files(shard)
     assert not (tmp_path / "staging").exists()
     assert names(tmp_path / "store") == {"x" + suffix for suffix in SUFFIXES}
-    with pytest.raises(FormatError, match="a shard is here"):
+    with pytest.raises(FormatError, match="a shard already exists"):
         output.prepare()
     Destination(f"{store}/x", staging=str(tmp_path / "staging"), overwrite=True).prepare()
 
@@ -281,7 +281,7 @@ def test_the_next_run_sends_what_an_earlier_one_had_built(store: str, tmp_path: 
     assert preprocess(Path(output.local)).code == 0
     built = five_files(output.local)
     to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
-    for _ in range(2):  # the second finds it in the store
+    for _ in range(2):  # the second run finds it in the store
         outcome = preprocess(tmp_path, *to)
         assert (outcome.code, f"found {store}/x" in outcome.out) == (0, True), outcome.err
         assert five_files(tmp_path / "store/x") == built
@@ -338,7 +338,7 @@ def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -
 def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(store: str, tmp_path: Path) -> None:
     arguments = "--packing", "sequential", "--output-shards", 3
     assert preprocess(tmp_path / "local/x", *arguments).code == 0
-    # Of another shard, whose .seq.idx is gone.
+    # Files of another shard without .seq.idx.
     copy_shard(str(tmp_path / "local/x-00000-of-00003"), f"{store}/x-00001-of-00003")
     foreign = tmp_path / "store/x-00001-of-00003.bin"
     for suffix in MADE:

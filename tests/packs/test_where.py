@@ -1,4 +1,4 @@
-"""Sequences chosen by columns, and losses weighted by them: against a filter in plain Python."""
+"""Selecting sequences and weighting losses by columns, compared with a filter in plain Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.tokenize import PackOptions, pack_shard
 from megatron_sft_idx.tokenize.corpus import CorpusReader
 
-# Name, what has a row, dtype, width, alignment; and whether the column is attached later.
+# Name, unit of rows, dtype, width, alignment; and whether the column is attached later.
 COLUMNS: list[tuple[str, Any, str, int, Any, bool]] = [
     ("rank", "sequence", "i2", 1, "token", False),
     ("score", "sequence", "f4", 1, "token", True),
@@ -46,7 +46,7 @@ def value(chance: random.Random, dtype: str) -> float:
 
 
 def write_random(prefix: Path, chance: random.Random, mask_dtype: Any, packs: int = 24) -> None:
-    """A shard of random sequences with all columns; no token occurs twice."""
+    """Write a shard of random sequences with all columns. No token occurs twice."""
     first, number = chance.randrange(1000) * 1000, 0
     written = [each for each in COLUMNS if not each[5]]
     specs = {name: ColumnSpec(per, dtype, width, alignment) for name, per, dtype, width, alignment, _ in written}
@@ -77,7 +77,7 @@ def write_random(prefix: Path, chance: random.Random, mask_dtype: Any, packs: in
 
 
 def sequences_with_columns(prefix: Path | str) -> list[dict[str, Any]]:
-    """Every sequence: ids, mask, and of each column the rows that it has, as plain lists."""
+    """Return for every sequence its ids, its mask, and its rows of each column, as plain lists."""
     shard, found = Shard(prefix), []
     values = {name: column.values[:].tolist() for name, column in shard.columns.items()}
     specs = {name: column.spec for name, column in shard.columns.items()}
@@ -103,7 +103,7 @@ def holds(sequence: dict[str, Any], name: str, op: str, wanted: float) -> bool:
 
 
 def weights_of(sequence: dict[str, Any], name: str) -> list[float]:
-    """The weight of each label of a sequence; of its last one, which predicts nothing, 1."""
+    """Return the weight of each label of a sequence. The last position predicts nothing, so its weight is 1."""
     _, per, _, _, alignment, _ = next(each for each in COLUMNS if each[0] == name)
     rows, length = sequence[name], len(sequence["ids"])
     if per != "token":
@@ -174,7 +174,7 @@ def test_what_is_packed_is_what_a_plain_filter_takes(
                 expected += taken
                 found += sequences_with_columns(out)
                 dtypes.add(wanted)
-                # The values of the other columns go along.
+                # The values of the other columns are kept.
                 by_ids = {tuple(one["ids"]): one for one in everything}
                 for one in sequences_with_columns(out):
                     before = by_ids[tuple(one["ids"])]
@@ -197,7 +197,7 @@ def test_trained_tokens_that_weights_leave_are_counted_and_untrained_sequences_d
         done = command("pack", tmp_path / f"x{number}", *words, "--output-prefix", out)
         assert done.code == 0, done
         assert [ids for ids, _ in told(sequences_with_columns(out))] == [ids for ids, _ in told(left)]
-        # Where sequences are cut, what is lost counts only where it was weighted above 0.
+        # If sequences are cut, lost tokens count only if their weight is above 0.
         done = command(
             *("pack", tmp_path / f"x{number}", "--lossy", "--loss-weight-column", weight, "--seq-length", 3),
             *("--overlong", "split", "--output-prefix", tmp_path / f"z{number}"),
@@ -253,7 +253,7 @@ def test_weights_that_cannot_be_are_refused_with_their_place(
         with pytest.raises(FormatError, match=said.replace("column w", f"column {name}")):
             pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, lossy=True)
         assert not [*tmp_path.glob("y*")]
-    # Sequences that are left out may have any weight.
+    # Excluded sequences may have any weight.
     if dtype == "f4" and values[1] < 0:
         options = PackOptions(64, loss_weight_column="w", where=("w >= 0",))
         assert pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, lossy=True).sequences == 1
@@ -288,7 +288,7 @@ def test_masks_are_multiplied_by_a_column_once(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "z")
     assert shard[0]["loss_mask"].tolist() == [0.5, 0.5, 0]
     assert shard.header.metadata["loss_weight_columns"] == ["w", "v"]
-    # What the header says of tokenizer, template and rows stays.
+    # Tokenizer, template and rows in the header do not change.
     assert {name: shard.header.metadata[name] for name in metadata} == metadata
     assert shard.header.metadata["sources"] == {"fingerprint": "s"}
 
@@ -369,7 +369,7 @@ def test_inspect_searches_selected_sequences_only(tmp_path: Path) -> None:
         found = json.loads(command("inspect", tmp_path / "x", *words, "--where", "score>2", "--json").out)[key]
         first = 0 if words[1] == "a:1" else 4
         assert [2 * one["pack"] + one["sequence"] for one in found] == [n for n in range(first, first + 4) if n > 2]
-    # A row that was only left out was made into sequences.
+    # An excluded row was still made into sequences.
     row = ("inspect", tmp_path / "x", "--row")
     left_out = command(*row, "a:1", "--where", "score > 2", "--where", "score > 3")
     said = "a:1: 4 sequences, all left out by --where score > 2 --where score > 3\n"

@@ -1,4 +1,4 @@
-"""Chunks that are being written: when they are whole, and what is wrong with them when they never will be."""
+"""Chunks that are being written: when they are complete, and errors if they never will be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wait_until_whole(folder: LiveChunks, number: int) -> float:
     return time.monotonic() - begin
 
 
-# ---- whole ----
+# ---- complete chunks ----
 
 
 @given(st.lists(st.sampled_from([b'{"a":1}', b"{", b"", b"  ", b"\n"])).map(b"".join))
@@ -75,7 +75,7 @@ def test_a_chunk_with_a_successor_is_whole_at_once(tmp_path: Path) -> None:
     put(tmp_path, 1, "")
     assert folder.is_whole(0, None)
     assert not folder.is_whole(2, None)
-    # The successor may be consumed and freed before this rank comes to its own.
+    # The next chunk may be consumed and freed before this rank reaches its own.
     (tmp_path / "chunk_00001.jsonl").unlink()
     put(tmp_path, 7)
     assert folder.is_whole(0, None)
@@ -97,7 +97,7 @@ def test_the_newest_chunk_settles_and_says_so_once(tmp_path: Path, caplog: pytes
     assert wait_until_whole(folder, 3) >= SETTLE
     assert folder.is_whole(3, None)
     assert len(caplog.messages) == 1
-    assert "chunk_00003.jsonl is taken as whole" in caplog.messages[0]
+    assert "chunk_00003.jsonl is considered complete" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("content", ["", '{"a": 1}\n{"a"'])
@@ -119,7 +119,7 @@ def test_a_chunk_that_grows_begins_to_settle_anew(tmp_path: Path) -> None:
     while time.monotonic() - begin < 3 * SETTLE:
         with path.open("a") as file:
             file.write('{"a": 2}\n')
-        # It is another one than at the last look.
+        # It changed since the last look.
         assert not folder.is_whole(0, None)
         time.sleep(0.01)
     wait_until_whole(folder, 0)
@@ -132,8 +132,8 @@ def test_a_producer_that_pauses_for_longer_is_found_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"a": 2}\n')
     put(tmp_path, 1)
-    for look in (folder.require_unchanged, lambda: folder.count(0)):  # behind the last chunk nothing is waited for
-        with pytest.raises(FormatError, match=r"chunk_00000.jsonl: it has 18 bytes and had 9 .* raise --settle"):
+    for look in (folder.require_unchanged, lambda: folder.count(0)):  # there are no waits after the last chunk
+        with pytest.raises(FormatError, match=r"chunk_00000.jsonl: it has 18 bytes, but had 9 .* raise --settle"):
             look()
 
 
@@ -150,10 +150,10 @@ def test_half_a_line_with_a_successor_is_torn(tmp_path: Path) -> None:
     put(tmp_path, 0, '{"a": 1}\n{"a')
     folder = folder_of(tmp_path)
     assert not folder.is_whole(0, None)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: its last line .* the end is declared: torn"):
+    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line .* the end is declared; its producer"):
         folder.is_whole(0, 1)
     put(tmp_path, 1)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: its last line .* a later chunk is there: torn"):
+    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line .* a later chunk exists; its producer"):
         folder.is_whole(0, None)
 
 
@@ -176,7 +176,7 @@ def test_a_chunk_that_was_not_whole_after_all_is_an_error(tmp_path: Path) -> Non
     assert chunk.line(0) == b'{"a": 1}\n'
     with path.open("a") as file:
         file.write("{")
-    with pytest.raises(FormatError, match=r"it has 10 bytes and had 9 when it was taken as whole"):
+    with pytest.raises(FormatError, match=r"it has 10 bytes, but had 9 when it was considered complete"):
         chunk.line(0)
 
 
@@ -215,7 +215,7 @@ def test_raw_chats_are_tokenised_when_asked_for(tmp_path: Path) -> None:
 def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     rows = [chat(0), {"messages": []}, chat(2, "far too long " * 60), chat(3)]
     path = tmp_path / "chunk_00000.jsonl"
-    # A blank line is no pack; an editor counts it all the same.
+    # A blank line is not a pack, but it counts in line numbers, as in an editor.
     path.write_text("\n".join([json.dumps(rows[0]), "", *map(json.dumps, rows[1:])]) + "\n")
     chunk = ChunkFile(str(path))
     assert len(chunk) == 4
@@ -223,7 +223,9 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     strict = LiveChunks(".", limits, encoding)
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; --on-bad-row skip"):
         strict.packs(chunk, [0, 1])
-    with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, a pack holds 64; raise --seq-length"):
+    with pytest.raises(
+        SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, but a pack can have 64; raise --seq-length"
+    ):
         strict.packs(chunk, [2])
     lenient = LiveChunks(".", limits, encoding, on_bad_row="skip")
     run = lenient.packs(chunk, [0, 1, 2, 3])
@@ -240,7 +242,7 @@ def test_packs_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     most, positions = len(packs[3].starts), packs[3].padded(8)
     for limits, vocab_size, message in (
         (Limits(positions, most, 8), None, None),
-        (Limits(positions - 1, most, 8), None, "with sequences padded to multiples of 8, a pack holds"),
+        (Limits(positions - 1, most, 8), None, "with sequences padded to multiples of 8, but a pack can have"),
         (Limits(positions, most - 1, 8), None, "raise --max-sequences-per-pack"),
         (Limits(positions, most, 8), max(packs[3].tokens), "raise --vocab-size"),
     ):
@@ -261,5 +263,5 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 
 
 def test_chunks_in_an_object_store_are_refused():
-    with pytest.raises(FormatError, match="share a file system"):
+    with pytest.raises(FormatError, match="on a file system that the producer"):
         LiveChunks("s3://bucket/chunks", Limits(64, 8))

@@ -1,4 +1,4 @@
-"""Rows with images through ``produce``: the same shards however it ran, and which row a pack comes from."""
+"""Rows with images in ``produce``: the same shards for any way of running, and the source row of each pack."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quick() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A processor, and rows of chats with images of data URIs and of paths, and of text alone."""
+    """Provide a processor, and chats with images as data URIs and paths, and with only text."""
     made = tmp_path_factory.mktemp("media")
     idefics3(made / "processor")
     (made / "images").mkdir()
@@ -81,7 +81,7 @@ def files_in(catalog: Path) -> dict[str, bytes]:
 
 
 def sequences_in(prefixes: list[Path]) -> Counter[str]:
-    """Every sequence of some shards with its images, placed from its first token."""
+    """Return every sequence of some shards with its images, relative to its first token."""
     found: Counter[str] = Counter()
     for prefix in prefixes:
         for pack in Shard(prefix):
@@ -114,7 +114,7 @@ def test_a_catalog_has_the_images_of_its_rows(folder: Path, calm: Path) -> None:
     text = ("--input", folder / "rows.jsonl", "--tokenizer", folder / "processor")
     other = command("produce", "--catalog", calm, *text, *SMALL)
     assert (other.code, "other options: processor was" in other.err) == (1, True), other.err
-    with loader(calm, seq_length=4096) as batches, pytest.raises(FormatError, match="holds images or audio"):
+    with loader(calm, seq_length=4096) as batches, pytest.raises(FormatError, match="contains images or audio"):
         next(batches)
     with loader(calm, seq_length=4096, ignore_media=True) as batches:
         taken = sum(int((batch["loss_mask"].sum(1) > 0).sum()) for batch in batches)
@@ -149,11 +149,11 @@ def test_completed_shards_go_with_their_images(folder: Path, tmp_path: Path) -> 
     assert left == {shard_name(count - 1)}
 
 
-# ---- which row is it? ----
+# ---- source rows ----
 
 
 def test_packs_with_images_say_which_row_they_come_from(folder: Path, tmp_path: Path) -> None:
-    """Through preprocess, pack, split and merge."""
+    """Tests preprocess, pack, split and merge."""
     made = command("preprocess", *options(folder), "--seq-length", 4096, "--output-prefix", tmp_path / "x")
     assert made.code == 0, made.err
     halves = tmp_path / "half-00001-of-00002", tmp_path / "half-00000-of-00002"
@@ -166,7 +166,7 @@ def test_packs_with_images_say_which_row_they_come_from(folder: Path, tmp_path: 
         assert done.code == 0, done.err
     text = ("--input", folder / "rows.jsonl", "--tokenizer", folder / "processor")
     without = command("preprocess", *text, "--seq-length", 4096, "--output-prefix", tmp_path / "x")
-    assert without.code == 1, without.out  # it is not found to be made already
+    assert without.code == 1, without.out  # it does not count as already made
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     for name in ("x", "packed", "merged"):
         shard, seen = Shard(tmp_path / name, columns=["source"]), set()

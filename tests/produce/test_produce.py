@@ -1,4 +1,4 @@
-"""``produce``: the same shards whatever the workers and the way the input comes; refusals; what the state says."""
+"""``produce``: the same shards for any workers and kind of input; errors; and the contents of its state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory, rows) -> Path:
-    """A catalog that nothing interrupted."""
+    """Provide a catalog from an uninterrupted run."""
     folder = tmp_path_factory.mktemp("calm") / "catalog"
     done = produced(folder, "--input", rows, "--on-bad-row", "skip")
     assert done.code == 0, done.err
@@ -73,7 +73,7 @@ def test_every_shard_is_whole_and_every_row_is_in_one(calm, rows, tmp_path):
 
 @pytest.mark.parametrize("weight_at", [0, 7, 20])
 def test_weights_make_the_masks_of_their_shard_float32_from_its_first_row_on(tmp_path, weight_at):
-    """Also of a piece in the middle; the shard is then what packing all of its rows at once makes of them."""
+    """This includes a piece in the middle; the shard equals the result of packing all of its rows at once."""
     rows = [{"input_ids": [5, 6, 7 + i], "loss_mask": [1, 1, 1]} for i in range(100)]
     rows[4 * weight_at]["loss_mask"] = [0, 0.5, 1]
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -165,7 +165,7 @@ def test_other_options_are_refused_and_named(calm, rows, more, said):
 
 
 def cut_back(calm: Path, folder: Path, shards: int) -> None:
-    """What a producer leaves that is killed behind the so-manieth shard, before its state is written."""
+    """Leave a catalog of a producer that was killed after ``shards`` shards, before writing its state."""
     shutil.copytree(calm, folder)
     (folder / "_END.json").unlink()
     for number in Catalog(folder).numbers()[shards:]:
@@ -276,7 +276,7 @@ def test_another_stream_is_refused(rows, calm, tmp_path):
 
 
 def test_slow_input_does_not_hold_back_what_is_there(rows, calm, tmp_path):
-    """The pipe stays open and silent; shards of what came before are published all the same."""
+    """The pipe stays open without data; shards of earlier rows are published anyway."""
     text = rows.read_text()
     run = producing(tmp_path, "--input", "-", "--on-bad-row", "skip", "--workers", 1, stdin=-1)
     assert run.stdin is not None
@@ -293,7 +293,7 @@ def test_slow_input_does_not_hold_back_what_is_there(rows, calm, tmp_path):
 def test_compressed_data_in_a_pipe_is_named(tmp_path):
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
     refused = piped(tmp_path / "rows.jsonl.gz", tmp_path / "c")
-    assert (refused.code, "standard input: gzip data; unpack it on the way" in refused.err) == (1, True)
+    assert (refused.code, "standard input: gzip data; decompress it in the pipe" in refused.err) == (1, True)
 
 
 def test_input_without_a_row_is_an_error(tmp_path):

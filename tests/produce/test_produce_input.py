@@ -1,4 +1,4 @@
-"""Input that comes bit by bit: which file of a growing folder is taken when, and going on in the middle."""
+"""Growing input: when each file of a growing folder is taken, and resuming in the middle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sft_idx.tokenize import NOT_YET
 
 
 class Scene:
-    """A folder, a clock that only the test moves, and what is taken."""
+    """A folder, a clock that the test controls, and the taken files."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.folder = folder / "watched"
@@ -49,7 +49,7 @@ class Scene:
             file.write('{"a": 1}\n' * rows)
 
     def next(self, seconds: float = 1) -> str | None:
-        """The file that is taken so much later, read to its end; None for none, ``end`` for the end."""
+        """Return the file taken after ``seconds``, read to its end; None if none is taken, ``end`` at the end."""
         self.now += seconds
         try:
             pieces = next(self.files)
@@ -69,7 +69,7 @@ def scene(tmp_path) -> Scene:
 def test_a_file_is_whole_when_a_later_one_is_there(scene):
     scene.put("2.jsonl")
     assert scene.next() is None
-    scene.put("10.jsonl")  # later, though not as text
+    scene.put("10.jsonl")  # later in number, but not as text
     assert scene.next() == "2.jsonl"
     assert scene.next() is None
 
@@ -113,7 +113,7 @@ def test_silence_ends_it_where_that_was_asked_for(tmp_path):
     assert scene.next(19) is None
     scene.put("a.jsonl")
     assert [scene.next(), scene.next(6)] == [None, "a.jsonl"]
-    assert [scene.next(19), scene.next(19), scene.next(2)] == [None, None, "end"]  # from when it is asked again
+    assert [scene.next(19), scene.next(19), scene.next(2)] == [None, None, "end"]  # counted from the next call
 
 
 def test_a_file_that_comes_late_is_taken_late(scene):
@@ -157,7 +157,7 @@ def test_a_file_that_grows_after_it_was_taken_is_an_error(scene):
 @pytest.mark.parametrize("then", ["nothing", "b.jsonl", "_END"])
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_file_that_grows_after_it_settled_is_an_error(scene, then, restarted):
-    """All of it was read, and its writer had only paused: what came then must not be lost without a word."""
+    """All of it was read, but its writer had only paused: later data must not be lost silently."""
     scene.put("a.jsonl")
     assert [scene.next(), scene.next(6)] == [None, "a.jsonl"]
     assert scene.next() is None
@@ -247,7 +247,7 @@ def test_a_position_that_is_wrong_is_named(change):
 
 
 class Arriving(io.RawIOBase):
-    """Bytes that come in blocks of these sizes."""
+    """A stream that delivers bytes in blocks of these sizes."""
 
     def __init__(self, data: bytes, sizes: list[int]) -> None:
         self._data, self._sizes = data, sizes
@@ -279,7 +279,7 @@ def test_a_pipe_is_cut_as_a_file_is_however_it_comes(tmp_path_factory, lines, si
 
 
 class Files:
-    """Some files of rows; ``feed`` cuts them into pieces."""
+    """Some files of rows; ``feed`` divides them into pieces."""
 
     def __init__(self, folder: Path, counts: tuple[int, ...] = (40, 0, 3, 60)) -> None:
         self.folder = folder
@@ -316,7 +316,7 @@ def test_other_content_before_the_position_is_noticed(tmp_path):
     (tmp_path / "3.jsonl").write_text(text.replace("3-1", "3-2", 1))
     with pytest.raises(FormatError, match="differs from the input that the existing shards were made from"):
         files.rest(whole[-1][1])
-    # What comes behind the position may be anything.
+    # Data after the position can be anything.
     (tmp_path / "3.jsonl").write_text(text.replace("3-59", "3-60"))
     start = next(position for _, position in whole if position.file == 3)
     assert len(files.rest(start)) == len(whole) - [position for _, position in whole].index(start) - 1

@@ -1,4 +1,4 @@
-"""``produce``, killed: wherever it was, the same command ends with the bytes of a run that nobody killed."""
+"""``produce`` killed at any point: the same command then gives the bytes of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source, s
 
 @pytest.mark.parametrize("stride", [183, pytest.param(61, marks=pytest.mark.slow)])
 def test_killed_while_it_removes_what_is_completed(production, tmp_path, stride):
-    """Nothing is removed that is not counted: the shards that are gone are neither made again nor skipped."""
+    """Only counted shards are removed: removed shards are neither made again nor skipped."""
     last = state_of(production.folder / "calm")
     for step in range(20, 600, stride):
         at = tmp_path / str(step)
@@ -80,7 +80,7 @@ def test_killed_while_it_removes_what_is_completed(production, tmp_path, stride)
 
 
 def test_a_removal_that_was_cut_short_is_finished(production, catalog):
-    """The ``.seq.idx`` goes first; what a kill leaves of the rest is no shard, and is not left for ever."""
+    """The ``.seq.idx`` is removed first. The rest after a kill is not a shard, and is removed later."""
     shutil.copytree(production.folder / "calm", catalog)
     for number, gone in ((0, 1), (2, 3)):
         paths = ShardPaths(Catalog(catalog).shard_prefix(number))
@@ -104,7 +104,7 @@ def test_a_removal_that_was_cut_short_is_finished(production, catalog):
 
 
 def test_a_shard_that_rebuild_recovered_is_not_gone_on_behind(production, catalog, monkeypatch):
-    """Its header holds the cursor behind packs that it may lack."""
+    """Its header contains a cursor after packs that it may lack."""
     write_packs = gather.write_packs
 
     def dying(reader, run, writer, *_):
@@ -126,7 +126,7 @@ def test_a_shard_that_rebuild_recovered_is_not_gone_on_behind(production, catalo
 
 @pytest.mark.parametrize("limit", [300, 3000])
 def test_a_file_limit_ends_it_and_the_next_run_goes_on(production, catalog, limit):
-    """As a full disk does; with the lower limit not even the state can be written."""
+    """This is like a full disk. With the lower limit, not even the state can be written."""
 
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

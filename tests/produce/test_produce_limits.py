@@ -1,4 +1,4 @@
-"""``produce`` beside training: how far ahead it runs, and what becomes of shards that training is done with."""
+"""``produce`` during training: how far ahead it runs, and removal of shards that training has completed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def quick():
 
 
 class SaidError(Exception):
-    """Ends a wait with what was said of it."""
+    """Raised to end a wait, with its message."""
 
 
 def numbered_rows(path: Path, count: int) -> Path:
-    """Rows whose first token is their number."""
+    """Write rows whose first token is their number."""
     ids = ([number, *[1] * 39] for number in range(count))
     return write_rows(path, [{"input_ids": row, "loss_mask": [1] * 40} for row in ids])
 
@@ -52,7 +52,7 @@ def catalog(tmp_path) -> Catalog:
 
 
 def consume(catalog: Catalog, seen: int) -> None:
-    """Train on every shard as it appears, and commit each: what a rank does, with a pipe in the place of a model."""
+    """Consume and commit every shard when it appears, like a training rank, with a pipe instead of a model."""
     watch = CatalogShards(catalog.folder, max_wait=100)
     number = 0
     while watch.wait(number, Waiter("rank 0")):
@@ -62,11 +62,11 @@ def consume(catalog: Catalog, seen: int) -> None:
         number += 1
         ack = Ack("trainer", 0, Deal(1), rank=0, items_done=number, packs_done=number)
         write_ack(ack_folder(catalog), ack)
-        write_ack(ack_folder(catalog), ack)  # twice is once
+        write_ack(ack_folder(catalog), ack)  # repetition has no effect
 
 
 def consuming(catalog: Catalog, seen: Path) -> int:
-    """``consume`` as a process of its own."""
+    """Run ``consume`` in a separate process."""
     if child := os.fork():
         return child
     status = 1
@@ -95,7 +95,7 @@ def test_fifty_shards_through_a_catalog_of_five(tmp_path, catalog):
     assert looks > 100
     assert 0 < most <= limit + 1
     assert list(map(int, (tmp_path / "seen").read_text().split())) == list(range(600))
-    # The last ones were completed after the producer ended: the same command removes them.
+    # The last shards were completed after the producer ended: the same command removes them.
     again = produced(Path(catalog.folder), "--input", rows, *PACKS, "--keep-recent", 0)
     assert (again.code, catalog.present()) == (0, []), again.err
 
@@ -106,7 +106,7 @@ def test_without_acknowledgements_it_stops_at_the_limit_and_says_why(rows, catal
     assert catalog.present() == [0, 1]
     assert state_of(Path(catalog.folder)).limits.max_ahead_shards == 2
     beat = state_of(Path(catalog.folder)).beat
-    until(lambda: state_of(Path(catalog.folder)).beat > beat, run)  # alive, and says so
+    until(lambda: state_of(Path(catalog.folder)).beat > beat, run)  # alive, with a heartbeat
     acknowledge(Path(catalog.folder), 1)
     until(lambda: catalog.is_published(2), run)
     until(lambda: state_of(Path(catalog.folder)).state == "waiting for consumers", run)
@@ -216,7 +216,7 @@ def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog, monkeypa
 
 
 def test_the_folder_is_not_listed_again_for_every_shard(catalog, rows, monkeypatch):
-    """It may hold hundreds of thousands of files."""
+    """The folder can hold hundreds of thousands of files."""
     listings = []
     numbers = Catalog.numbers
     monkeypatch.setattr(Catalog, "numbers", lambda self: listings.append(self) or numbers(self))
@@ -236,7 +236,7 @@ def test_a_bucket_is_no_folder_for_shards_that_come_and_go(catalog, rows, option
 
 
 def test_a_consumer_that_holds_everything_up_is_named(catalog):
-    """Such as one of an earlier run under another name, which nobody will hear of again."""
+    """For example, the consumer of an earlier run with another name that will never return."""
     Path(catalog.folder).mkdir()
     catalog.write_producer(ProducerState(Limits(40, 8, max_ahead_shards=1), published=1))
     from live_catalogs import publish
@@ -263,7 +263,7 @@ def test_an_error_during_a_wait_is_not_hidden_by_a_state_that_cannot_be_written(
             return NOT_YET
         path = Path(catalog.folder, PRODUCER)
         path.unlink()
-        path.mkdir()  # which no file can replace
+        path.mkdir()  # a file cannot replace a folder
         raise ValueError("the input is torn")
 
     with pytest.raises(ValueError, match="the input is torn"):
@@ -274,7 +274,7 @@ def test_an_error_during_a_wait_is_not_hidden_by_a_state_that_cannot_be_written(
     ("name", "value"), [("max_ahead_shards", 0), ("max_ahead_nbytes", 0), ("consumers", 0), ("keep_recent", -1)]
 )
 def test_limits_out_of_range_are_refused_before_anything_is_made(catalog, name, value):
-    """The command line refuses them itself; Python's callers have only this."""
+    """The command line checks these itself; for Python callers, this is the only check."""
     packing = PackOptions(40, max_sequences_per_pack=8)
     with pytest.raises(FormatError, match=f"{name} {value}, expected {value + 1} or more"):
         ProduceOptions(["rows.jsonl"], None, catalog.folder, EncodingOptions(""), packing, 400, **{name: value})

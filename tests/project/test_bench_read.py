@@ -1,4 +1,4 @@
-"""tools/bench_read.py: what it measures, on real disks as far as they let go of their cache; exit codes, JSON."""
+"""tools/bench_read.py: its measurements on real disks, as far as these can drop their cache; exit codes, JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measure(*arguments: object) -> Outcome:
 
 
 def write(prefix: Path) -> Path:
-    """Three megabytes."""
+    """Write a shard of three megabytes."""
     mask = np.ones(LENGTH, np.uint8)
     mask[-1] = 0
     with ShardWriter(prefix, token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
@@ -63,7 +63,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A folder whose files have no disk."""
+    """Provide a folder whose files are only in memory."""
     if not os.access(MEMORY, os.W_OK):
         pytest.skip("no folder in memory here")
     folder = MEMORY / f"megatron-sft-idx-test-{os.getpid()}"
@@ -75,12 +75,12 @@ def in_memory() -> Iterator[Path]:
 
 
 def lets_go(prefix: Path) -> bool:
-    """Whether this file system drops what it is asked to drop."""
+    """Return whether this file system drops cached pages on request."""
     return run_in(prefix, Setting("pread")).first.disk_nbytes > 0
 
 
 def run_in(prefix: Path, setting: Setting) -> ReadTimes:
-    """Both epochs, from a cold start as far as the file system allows."""
+    """Run both epochs, from a cold start as far as the file system allows."""
     drop_cache(ShardPaths.of(prefix).all)
     return run_request(ReadRequest(str(prefix), range(PACKS), setting))
 
@@ -92,7 +92,7 @@ def test_a_cold_epoch_reads_the_disk_and_a_second_one_does_not(shard: Path, sett
     run = run_in(shard, setting)
     assert run.first.packs == run.second.packs == PACKS
     assert run.first.nbytes == run.second.nbytes == NBYTES
-    # The index lies in the same files' neighbourhood, and the ends of files in pages.
+    # The rest was read ahead with the index, or belongs to partial pages at ends of files.
     assert run.first.disk_nbytes >= 0.9 * NBYTES
     assert run.second.disk_nbytes == 0
 
@@ -198,7 +198,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Not so of a zombie, which nobody may ever ask for: it has no command line any more."""
+    """Return whether a process is running. A zombie does not count; it has no command line."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What tools/bench_read.py recommends, from made-up measurements; where files lie, from made-up tables of mounts."""
+"""Advice of tools/bench_read.py for made-up measurements, and detection of file systems from made-up mount tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def epoch(rate: float, disk: int = 0, packs: int = 1000) -> Epoch:
 
 
 def runs(first: float, second: float, spread: float = 0.0, disk: int = 10_000_000) -> list[ReadTimes]:
-    """Three rounds around these packs a second."""
+    """Return three rounds with about these numbers of packs per second."""
     factors = (1 - spread, 1.0, 1 + spread)
     return [ReadTimes(epoch(first * factor, disk), epoch(second * factor)) for factor in factors]
 
@@ -53,7 +53,7 @@ def subject_of(size: int = GIB, memory: int = 8 * GIB, kind: MediumKind = "disk"
 
 
 def report_of(found: dict[Setting, Any], options: BenchOptions | None = None, **subject: Any) -> ReadingReport:
-    """Settings with their runs, or with why they were refused."""
+    """Return the report for settings with their runs, or with the reasons why they failed."""
     measured = [
         SettingTimes(setting, refused=given) if isinstance(given, str) else SettingTimes(setting, given)
         for setting, given in found.items()
@@ -65,7 +65,7 @@ def report_of(found: dict[Setting, Any], options: BenchOptions | None = None, **
 
 
 def limited(nbytes: int) -> BenchOptions:
-    """Under a limit that nobody set."""
+    """Return options with a memory limit that the user did not set."""
     return BenchOptions(limit=MemoryLimit(nbytes, Path()))
 
 
@@ -81,7 +81,7 @@ def test_where_it_does_not_first_epochs_count() -> None:
     found = {MMAP: runs(1000, 50_000), RANDOM: runs(1500, 1500)}
     advice = recommend(report_of(found, memory=GIB // 2))
     assert advice.setting == RANDOM
-    assert "every epoch reads the disk" in advice.reasons[0]
+    assert "every epoch reads from the disk" in advice.reasons[0]
     assert any("1,500 packs/s instead of 1,000 in the first epoch" in reason for reason in advice.reasons)
 
 
@@ -106,7 +106,7 @@ def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
     advice = recommend(report)
     assert advice.setting == PREAD
     assert any("the default, mmap, does not work here: Operation not permitted" in reason for reason in advice.reasons)
-    assert "mmap     refused: Operation not permitted" in "\n".join(reading_lines(report, advice))
+    assert "mmap     failed: Operation not permitted" in "\n".join(reading_lines(report, advice))
 
 
 def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
@@ -179,7 +179,7 @@ def test_a_sample_has_neighbours_where_memory_keeps_the_shard_and_else_packs_fro
 
 
 def test_a_sample_takes_the_time_of_an_epoch() -> None:
-    options = BenchOptions(seconds=54.0)  # a second an epoch
+    options = BenchOptions(seconds=54.0)  # one second per epoch
     assert options.epoch_seconds == 1.0
     assert len(largest_sample(subject_of(), options, lambda sample: epoch(10_000, packs=len(sample)))) == 10_000
     assert len(largest_sample(subject_of(packs=300), options, lambda sample: epoch(10_000, packs=len(sample)))) == 300
@@ -194,7 +194,7 @@ def test_under_a_limit_a_sample_is_several_times_as_large() -> None:
     assert len(largest_sample(subject, options, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
 
 
-# ---- places ----
+# ---- file systems ----
 
 TABLE = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard

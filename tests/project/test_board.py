@@ -1,4 +1,4 @@
-"""README and docs quote only figures of the board's page, and the check of this finds others."""
+"""README and docs quote only numbers of the benchmark page, and the check finds other numbers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_figure_of_a_row_is_taken() -> None:
     [
         ("3.2 µs", "3.1 µs"),
         ("3.2 µs", "3.2 ms"),
-        ("3.2 µs", "41 MB"),  # in a row, of another bench
+        ("3.2 µs", "41 MB"),  # in a row for another bench
         ("7.2 times", "17.2 times"),
         ("7.2 times", "7.0 to 7.2 times"),
         ("#reading", "#writing"),
@@ -140,7 +140,7 @@ def test_a_block_without_its_row_stays_and_is_named() -> None:
     assert any("remote/swift20.ratio" in complaint for complaint in missing)
 
 
-# ---- what benches hand over ----
+# ---- results of benches ----
 
 
 def test_a_ratio_is_of_single_rounds_and_above_one_where_ours_is_better(
@@ -204,7 +204,7 @@ def test_plots_are_drawn_on_white_with_what_they_show() -> None:
     marks = [Dot("ours <1>", [1.0, 2.0], True), Dot("theirs", [300.0, 400.0, 500.0], False, "a note")]
     for svg in (dots("A title", "ms", marks, one=True), dots("A title", "ms", marks, log=False)):
         assert "; less is better" in svg
-        assert svg.count("<circle") == 2  # one in the key
+        assert svg.count("<circle") == 2  # one is in the key
         for words in ("A title", "ours &lt;1&gt;", "a note", ">400<", 'rx="6" fill="#ffffff"'):
             assert words in svg
     assert "; more is better" in dots("A title", "MB/s", marks, more=True)

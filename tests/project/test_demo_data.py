@@ -1,4 +1,4 @@
-"""The bundled chats and tokenizer hold what real ones hold; transformers uses them."""
+"""The bundled chats and tokenizer have the features of real ones, and work in transformers."""
 
 from __future__ import annotations
 

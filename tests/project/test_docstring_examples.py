@@ -208,10 +208,8 @@ def home_of(name: str) -> str:
 
 
 def reference() -> list[str]:
-    """Return the names that docs/reference.md lists, and the names that the package itself offers."""
-    page = ROOT / "docs/reference.md"
-    listed = re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE) if page.exists() else []
-    return [*dict.fromkeys([*listed, *(f"{PACKAGE}.{name}" for name in megatron_sft_idx._HOMES)])]
+    """Return the names that docs/reference.md lists."""
+    return re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/reference.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 # The module and name of the definition of each name.

@@ -1,4 +1,4 @@
-"""How many modules somebody meets who follows one piece of work through the package; ``-s`` shows which."""
+"""The number of modules that one piece of work uses; ``-s`` prints them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import entered_modules
 import pytest
 
-# A module that is surely among them.
+# A module that must be among them.
 LANDMARKS = {
     "row": "megatron_sft_idx.shard.writer",
     "item": "megatron_sft_idx.dataset",

@@ -1,4 +1,4 @@
-"""Every input of the fuzz corpus keeps the contract, without a fuzzer; and the targets can fail."""
+"""Every input of the fuzz corpus keeps the contract; tested without a fuzzer. And the targets can fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_any_row_is_read_or_refused_with_a_reason(data: bytes) -> None:
 @given(st.sampled_from([b"\0", b"\1", b"\2", b"\3", b"\4"]), st.binary(max_size=60) | PUNCTUATION, st.integers(0, 4))
 @settings(max_examples=400, deadline=None)
 def test_any_bytes_give_rows_or_named_errors(name: bytes, data: bytes, way: int) -> None:
-    """As they are, as what stands in an array, as compressed data, and compressed."""
+    """The bytes are used unchanged, inside an array, as compressed data, and compressed."""
     made = (data, b"[" + data, b"\x1f\x8b" + data, b"\x28\xb5\x2f\xfd" + data, gzip.compress(data))
     load("input-file")(name + made[way])
 

@@ -1,4 +1,4 @@
-"""The sources follow the rules of ``house.py``, and the checks find violations."""
+"""The sources follow the rules in ``house.py``, and the checks find violations."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_importing_the_light_layers_imports_nothing_heavy() -> None:
 
 
 def test_long_files_and_functions_are_reported() -> None:
-    """A report, which pytest shows with -rP: a module is split along its subjects, never to meet a number."""
+    """This is only a report, which pytest shows with -rP: modules are split by subject, never to meet a number."""
     complaints = []
     for path in tracked_files():
         name = path.relative_to(ROOT)
@@ -174,7 +174,7 @@ def test_no_file_names_a_private_path() -> None:
 
 
 def test_private_paths_are_seen() -> None:
-    # In pieces, so that this file passes its own check.
+    # In two strings, so that this file passes its own check.
     assert private_path_complaints("x\nopen('/tm" + "p/a.bin')\n", "a.py") == ["a.py:2: open('/tm" + "p/a.bin')"]
     assert private_path_complaints("see /wor" + "k/shared", "a.md")
     assert not private_path_complaints("https://example.org/wor" + "k/a and ./tm" + "p/x", "a.md")

@@ -1,4 +1,4 @@
-"""The package as it is met: in the folder of a clone, beside stray files, without Megatron, and by type checkers."""
+"""Using the package in the folder of a clone, next to stray files, without Megatron, and with type checkers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import megatron_sft_idx
 
 ROOT = Path(__file__).parents[2]
 WHERE = "import megatron_sft_idx as m; from megatron_sft_idx import Shard, _native; print(m.__file__, _native.__file__)"
-# Types of which no value is wrong, or that Megatron declares, which shows no types to checkers.
+# Types for which no value is wrong, or types of Megatron, which checkers cannot see.
 ANYTHING = ("Any", "Split")
-# Modules that Python itself, or what is used, imports: a file of that name in the current folder is somebody else's.
+# Names of modules that Python or dependencies import. Files with these names in the current folder are unrelated.
 STRAYS = ("json", "logging", "numpy", "pickle", "random", "signal", "socket", "statistics", "tempfile")
 
 
 def python(*arguments: object, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program as a user does, without this run's variables for Python."""
+    """Run a program like a user, without the Python variables of this test run."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command_line = [sys.executable, *map(str, arguments)]
     return subprocess.run(command_line, cwd=cwd, env=clean, input=text, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ def python(*arguments: object, cwd: Path, text: str = "") -> subprocess.Complete
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources as a clone has them: nothing is compiled."""
+    """Provide the sources as in a clone, without compiled files."""
     folder = tmp_path_factory.mktemp("clone")
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "megatron_sft_idx", folder / "megatron_sft_idx", ignore=ignored)
@@ -76,7 +76,7 @@ def test_processes_of_ours_take_nothing_from_the_current_folder(
     for name in STRAYS:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray file was imported')")
     monkeypatch.chdir(tmp_path)
-    # Python 3.10 has no way to keep the current folder out of what multiprocessing starts.
+    # Python 3.10 cannot keep the current folder out of the path of processes started by multiprocessing.
     workers = 1 if sys.version_info >= (3, 11) else 0
     made = command(
         *(
@@ -124,7 +124,7 @@ def test_without_megatron_one_line_says_what_brings_it(program: str, missing: st
 
 
 def test_type_checkers_know_every_public_name() -> None:
-    """What ``__init__`` imports for them, and nothing else, from where it finds it for everybody else."""
+    """``__init__`` imports exactly the public names for type checkers, from the same modules as at run time."""
     tree = ast.parse(Path(megatron_sft_idx.__file__).read_text(encoding="utf-8"))
     found = {
         (name.asname, f"{node.module}.{name.name}")
@@ -139,17 +139,17 @@ def test_type_checkers_know_every_public_name() -> None:
 
 
 def parameters_of(function: object, *, bound: bool) -> list[inspect.Parameter]:
-    """Those of a call, less ``self``."""
+    """Return the parameters of a call, without ``self``."""
     try:
         found = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
-    except ValueError:  # an exception that takes anything
+    except ValueError:  # an exception with any arguments
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each for each in found[bound:] if each.kind not in variadic]
 
 
 def probes() -> Iterator[tuple[str, str, bool]]:
-    """What is probed, a call, and whether it is wrong: every argument of every public function, method and class."""
+    """Yield name, call, and whether it is wrong, for every argument of every public function, method and class."""
     for name in megatron_sft_idx.__all__:
         public = getattr(megatron_sft_idx, name)
         functions = [(name, f"m.{name}", public, False)]
@@ -162,7 +162,7 @@ def probes() -> Iterator[tuple[str, str, bool]]:
         for label, call, function, bound in functions:
             parameters = parameters_of(function, bound=bound)
             needed = [each.name for each in parameters if each.default is each.empty]
-            # What a data class has from Megatron's is Megatron's to declare.
+            # Fields that a data class inherits from Megatron are declared there.
             own = inspect.get_annotations(function) if is_dataclass(function) else {each.name for each in parameters}
             yield label, f"{call}({', '.join(f'{each}=anything' for each in needed)})", False
             if len(own) == len(parameters):
@@ -175,7 +175,7 @@ def probes() -> Iterator[tuple[str, str, bool]]:
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, tuple[str, bool]]]:
-    """A program of all probes, each in a function of its own, and what is on which of its lines."""
+    """Provide a program with all probes, each in a separate function, and the probe on each line."""
     given = ", ".join(f"x_{name}: m.{name}" for name in megatron_sft_idx.__all__)
     lines = ["from typing import Any", "import megatron_sft_idx as m", "class Wrong: ...", "wrong = Wrong()"]
     found = {}

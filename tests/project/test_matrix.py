@@ -1,4 +1,4 @@
-"""What ``make test-megatron`` is good for: each Python has what its tests are of, or its line is a bad one."""
+"""``make test-megatron``: if a Python lacks the packages to test, its line reports a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_python_with_bridge_has_an_environment_for_it_and_is_bad_without(
     monkeypatch.setattr(matrix, "VERSIONS", (own,))
     monkeypatch.setattr(matrix, "BRIDGE", {own: ("bridge-not-there", ())})
     monkeypatch.setattr(matrix, "find", lambda version: Path(sys.executable))
-    monkeypatch.setattr(matrix, "environment", environment)  # takes minutes, and is not what fails
+    monkeypatch.setattr(matrix, "environment", environment)  # takes minutes, and is not tested here
     monkeypatch.setattr(matrix, "run_tests", lambda *_: "good: whatever was skipped")
     assert matrix.main("megatron") == 1
     assert made == [(f".venv-megatron-{own}", "bridge-not-there")]

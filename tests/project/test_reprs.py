@@ -24,14 +24,14 @@ from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
 
-# Classes that no object is made of as they are.
+# Classes without direct instances.
 _ABSTRACT = {"Record"}
 
 
 def public_classes() -> Iterator[type]:
-    """The classes that the package offers, and all others of ``training`` and ``live`` without an underscore.
+    """Yield the public classes of the package, and all others of ``training`` and ``live`` without an underscore.
 
-    Those whose modules need Megatron-Bridge are left out.
+    Classes in modules that need Megatron-Bridge are left out.
     """
     yield from filter(inspect.isclass, (getattr(package, name) for name in package.__all__))
     for folder in ("training", "live"):

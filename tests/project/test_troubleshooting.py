@@ -1,4 +1,4 @@
-"""Every message that the troubleshooting tables quote is what is read by somebody who does the thing it is about."""
+"""Every message in the troubleshooting tables is printed in the situation that it describes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from troubles import Scenes, chat, quoted, scene, some_shards
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a shard of the demo's chats, which the tests work in."""
+    """Provide a folder with a shard of the demo's chats, in which the tests run."""
     with some_shards(tmp_path_factory.mktemp("world")) as here:
         yield here
 
 
 def prepare(*options: object, rows: Any = None, template: str | None = None) -> str:
-    """What ``preprocess`` says that is to write x/shard."""
+    """Run ``preprocess`` for x/shard and return its output."""
     shutil.rmtree("x", ignore_errors=True)
     Path("x").mkdir()
     if template is not None:
@@ -38,7 +38,7 @@ def says(*arguments: object) -> str:
 
 
 def with_only(file: str, content: bytes | None = None) -> str:
-    """Preparing with a tokenizer folder that has nothing but this file, a tokenizer.json or this content."""
+    """Run ``prepare`` with a tokenizer folder of only this file, which is a tokenizer.json or has this content."""
     shutil.rmtree("tok", ignore_errors=True)
     Path("tok").mkdir()
     Path(f"tok/{file}").write_bytes((TOKENIZER / "tokenizer.json").read_bytes() if content is None else content)
@@ -46,14 +46,14 @@ def with_only(file: str, content: bytes | None = None) -> str:
 
 
 def again(*options: object) -> str:
-    """The same shard asked for a second time."""
+    """Run ``prepare`` a second time for the same shard."""
     first = {"rows": [chat()]}
     assert preprocess(Path("again/shard"), "--overwrite", **first).code == 0
     return preprocess(Path("again/shard"), *options, **first).err
 
 
 def damaged(change: Callable[[bytes], bytes], *arguments: object) -> str:
-    """What a verb says of a copy of the shard whose tokens are changed."""
+    """Return a command's output for a copy of the shard with changed tokens."""
     for suffix in SUFFIXES:
         shutil.copy(f"data/chats{suffix}", f"data/damaged{suffix}")
     path = Path("data/damaged.bin")
@@ -67,14 +67,14 @@ def cut_json() -> str:
 
 
 def interrupted(*options: object) -> str:
-    """What goes on with parts that a run left which could not be packed."""
+    """Run again after a run that left parts because packing failed, and return the output."""
     Path("killed").mkdir(exist_ok=True)
     assert preprocess(Path("killed/shard"), rows=[chat()], capacity=4).code == 1
     return preprocess(Path("killed/shard"), *options, rows=[chat()]).err
 
 
 def thoughtful() -> dict[str, Any]:
-    """A chat whose first answer was thought about, which the bundled template keeps to the last."""
+    """Return a chat with reasoning in its first answer, which the bundled template keeps only in the last one."""
     row = chat()
     row["messages"] = [{**message, "reasoning_content": "hm"} for message in row["messages"]] + row["messages"]
     return row
@@ -99,29 +99,29 @@ DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor 
 PREPARING: Scenes = {
     "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
     "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
-    "cannot be traced, and ends assistant message": lambda: prepare(template=MEASURES),
-    "treats what this row says": lambda: prepare(template=COUNTS),
+    "cannot be traced, and it ends assistant message": lambda: prepare(template=MEASURES),
+    "cannot be traced through": lambda: prepare(template=COUNTS),
     "the generation markers enclose": lambda: prepare(template=MARKS_ALL),
     "writes outside its generation markers": lambda: prepare(template=PART),
-    "leaves out the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
-    "which may say what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
-    "has no words in content": lambda: prepare(
-        rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]
+    "drops the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
+    "which may control what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
+    "has no text in content": lambda: prepare(rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]),
+    "the row has a preference pair": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
+    "drops the words 'b'": lambda: prepare(template=NO_CONTENT),
+    "the assistant messages in this row are empty": lambda: prepare(
+        rows=[{"messages": [{"role": "user", "content": "a"}]}]
     ),
-    "a preference row": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
-    "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
-    "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),
-    "the chat template asks for today's date": lambda: prepare(template=DATE),
+    "the chat template uses today's date": lambda: prepare(template=DATE),
     "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),
-    "it takes more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
+    "it needs more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
     "chat templates cannot call": lambda: prepare(template="{{ messages[0].content.encode() }}"),
     "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
     "a tokenizer without tokenizer.json": lambda: with_only("vocab.json"),
-    "is written in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
+    "is in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
     "a complete shard already exists": lambda: again("--seed", 1),
     "contains parts of an interrupted preprocess": lambda: interrupted("--append-eod"),
     "pip install 'megatron-sft-idx[parquet]'": missing_package,
@@ -134,12 +134,12 @@ READING: Scenes = {
     "found id 1164": lambda: says("verify", "--full", "--vocab-size", 1000, "data/chats"),
     "a tokenizer of fingerprint": lambda: says("inspect", "data/chats", "--tokenizer", other_tokenizer()),
     "no known packed data": lambda: says("convert", str(TOKENIZER), "x/out", "--to", "sft-idx"),
-    "a .pbin keeps neither": lambda: says("convert", "data/chats", "x/out.pbin", "--to", "pbin"),
+    "a .pbin stores no loss masks": lambda: says("convert", "data/chats", "x/out.pbin", "--to", "pbin"),
 }
 
 
 def other_tokenizer() -> str:
-    """The demo's tokenizer with another name for a token."""
+    """Return the demo's tokenizer with another name for a token."""
     found = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
     found["added_tokens"][0]["content"] = "<|another|>"
     Path("other.json").write_text(json.dumps(found), encoding="utf-8")

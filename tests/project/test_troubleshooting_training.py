@@ -1,4 +1,4 @@
-"""The messages about training that the troubleshooting table quotes."""
+"""Every message about training in the troubleshooting table is printed in its situation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_sft_idx.training.provider import build_datasets, train_valid_test_
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder to work in, with shards that do not go together and rows that train nothing, in one process."""
+    """Provide a folder with shards that do not fit together and rows without trained tokens, and one process."""
     with some_shards(tmp_path_factory.mktemp("world")) as here, lone_process():
         assert command("pack", "data/chats.unpacked", "--seq-length", 2048, "--output-prefix", "data/long").code == 0
         silent = chat()
@@ -37,7 +37,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def built(*paths: str, split: str = "1,0,0", length: int = 1024, cache: str | None = None, **more: Any) -> str:
-    """What is said when Megatron's arguments ask for such data sets."""
+    """Return the error for Megatron's arguments with these data sets."""
     fields = {name: more.pop(name) for name in ("index_only_packing", "tokenizer_fingerprint") if name in more}
     args = Namespace(data_path=list(paths), split=split, seq_length=length, seed=1, data_cache_path=cache, **more)
     with pytest.raises(SFTIndexError) as error:
@@ -46,7 +46,7 @@ def built(*paths: str, split: str = "1,0,0", length: int = 1024, cache: str | No
 
 
 def evaluated(*paths: str, split: str = "1,0,0") -> str:
-    """What the provider says where more is evaluated than there are rows."""
+    """Return the provider's error if more rows are evaluated than exist."""
     args = Namespace(data_path=list(paths), split=split, seq_length=1024, seed=1, data_cache_path=None, eval_iters=2)
     with pytest.raises(SFTIndexError) as error:
         train_valid_test_datasets_provider([8, 1000, 0], args=args)
@@ -61,7 +61,7 @@ def warned(caplog: pytest.LogCaptureFixture, path: str, length: int) -> str:
 
 
 def script_runs(*options: object) -> list[float]:
-    """The losses of the training script."""
+    """Run the training script and return its losses."""
     module = pretrain_script()
     given = ["--data-path", "data/chats", "--seq-length", 1024, "--hidden-size", 32, "--train-iters", 1, *options]
     losses: list[float] = module.pretrain(module.parse_arguments([str(option) for option in given]))
@@ -69,7 +69,7 @@ def script_runs(*options: object) -> list[float]:
 
 
 def script(*options: object) -> str:
-    """What the training script ends with."""
+    """Run the training script and return its error."""
     with pytest.raises((SFTIndexError, ValueError, IndexError, ImportError)) as error:
         script_runs(*options)
     return str(error.value)
@@ -105,7 +105,7 @@ def with_images() -> str:
 
 
 def replaced() -> str:
-    """A shard published over one that a pickled dataset, as data loader workers have, knows."""
+    """Publish a shard over one that a pickled dataset uses, as in data loader workers."""
     again = Path("again/shard")
     assert preprocess(again, rows=[chat()]).code == 0
     known = pickle.dumps(open_dataset(str(again)))
@@ -132,16 +132,16 @@ def test_what_training_says(
         "capacity is 2048": lambda: built("1", "data/chats", "1", "data/long", length=2048),
         "tokenized with": lambda: built("data/chats", tokenizer_fingerprint="another"),
         "the valid split is empty": lambda: built("data/chats", split="99,1,0"),
-        "nothing to validate on": lambda: evaluated("data/chats"),
+        "there is no validation data": lambda: evaluated("data/chats"),
         "only its .bin": lambda: built("data/stock"),
         "paths without weights": lambda: evaluated("data/chats", "data/chats", split="50,50,0"),
         "rows of 4096": lambda: warned(caplog, "data/chats", 4096),
         "1 of 2 ": lambda: warned(caplog, "data/few", 64),
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
         "--vocab-size 128": lambda: script("--vocab-size", 128),
-        "holds images or audio": with_images,
-        "remove it, and it is made anew": cut_plan,
-        "the content is another one": replaced,
+        "contains images or audio": with_images,
+        "it will be created again": cut_plan,
+        "the content has changed": replaced,
         "attention te": no_engine,
         "the amount of live data is unknown": lambda: refused_option(capsys, "--data-path", "live:data/live"),
         "its run had --seed": another_seed,

@@ -1,4 +1,4 @@
-"""The source distribution holds what the checkout does; the wheel made of it, the compiled package and nothing else."""
+"""The source distribution has all files of the checkout; its wheel has only the compiled package."""
 
 from __future__ import annotations
 

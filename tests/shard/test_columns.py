@@ -1,4 +1,4 @@
-"""Columns: written with a shard, attached, read, held against the rules, replaced, recovered and removed."""
+"""Columns of a shard: write, attach, read, verify, replace, recover and remove them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_written_is_read(tmp_path: Path, backend: Any, monkeypatch: pyte
 
 def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 80)
-    spec = ColumnSpec("token", "f4", 18)  # nine times the bytes that are counted for a token
+    spec = ColumnSpec("token", "f4", 18)  # nine times the bytes that are assumed per token
     with ShardWriter(tmp_path / "x", columns={"topk": spec}, durable=False) as writer:
         for _ in range(9):
             writer.add_pack([1] * 4, [0] * 4, [0], columns={"topk": np.ones((4, 18))})
@@ -88,7 +88,7 @@ def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monk
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="nothing here lists what is mapped")
 @pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
 def test_a_reader_that_is_let_go_lets_go_of_its_files_at_once(tmp_path: Path, backend: Any) -> None:
-    """Not when garbage is collected: the space of a replaced shard is that of the next one."""
+    """Files must not stay open until garbage is collected, because the next shard needs a replaced shard's space."""
     write_columned(tmp_path / "x", PACKS)
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def test_the_five_files_but_for_the_listing_are_those_without(tmp_path: Path) ->
     assert with_.shard_id == without.shard_id
     for suffix in SUFFIXES[:-1]:
         assert (tmp_path / f"with{suffix}").read_bytes() == (tmp_path / f"without{suffix}").read_bytes()
-    # So a column of the one may be attached to the other.
+    # So a column of one shard can be attached to the other.
     shutil.copy(tmp_path / "with.source.col", tmp_path / "without.source.col")
     assert Shard(tmp_path / "without").columns["source"].spec == SOURCE
 
@@ -124,7 +124,7 @@ def test_packs_at_once_and_whole_shards_bring_their_columns(tmp_path: Path) -> N
     for name in SPECS:
         assert (tmp_path / f"z.{name}.col").read_bytes() == (tmp_path / f"x.{name}.col").read_bytes()
     with (
-        pytest.raises(FormatError, match=r"column .* is not as .*y2 was opened for it"),
+        pytest.raises(FormatError, match=r"column .* differs from the column that .*y2 was opened with"),
         ShardWriter(tmp_path / "y2") as w,
     ):
         w.add_shard(shard)
@@ -133,12 +133,15 @@ def test_packs_at_once_and_whole_shards_bring_their_columns(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        (None, "columns none; this writer was opened for grade, source"),
-        ({"grade": [1.0]}, "columns grade; this writer was opened for grade, source"),
-        ({"grade": [1.0, 2.0], "source": [[0, 1]]}, r"column grade has shape \(2,\); expected \(1,\): one row a pack"),
-        ({"grade": [1.0], "source": [[0, 1]]}, r"column source has shape \(1, 2\); expected \(2, 2\): one row a seq"),
-        ({"grade": [1.0], "source": [[0, 1], [0, -1]]}, "column source holds values that uint32 does not"),
-        ({"grade": [1e300], "source": [[0, 1], [0, 2]]}, "column grade holds values that float32 does not"),
+        (None, "columns none, but this writer was opened for grade, source"),
+        ({"grade": [1.0]}, "columns grade, but this writer was opened for grade, source"),
+        (
+            {"grade": [1.0, 2.0], "source": [[0, 1]]},
+            r"column grade has shape \(2,\); expected \(1,\): one row per pack",
+        ),
+        ({"grade": [1.0], "source": [[0, 1]]}, r"column source has shape \(1, 2\); expected \(2, 2\): one row per seq"),
+        ({"grade": [1.0], "source": [[0, 1], [0, -1]]}, "column source has values that do not fit into uint32"),
+        ({"grade": [1e300], "source": [[0, 1], [0, 2]]}, "column grade has values that do not fit into float32"),
         ({"grade": [1.0], "source": [[0, 1], [0, 0.5]]}, "column source has dtype float64; expected uint32"),
     ],
 )
@@ -161,7 +164,7 @@ def test_values_that_do_not_fit_are_refused_and_nothing_of_the_pack_is_kept(
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "a-b", "a.b", "a/b", "loss", "seq", "tokens", "labels", "a" * 65])
 def test_names_that_would_not_do(tmp_path: Path, name: str) -> None:
-    with pytest.raises(FormatError, match=r"a name is of small letters|this name has another meaning"):
+    with pytest.raises(FormatError, match=r"a name of at most 64 lower-case letters|this name has another meaning"):
         ShardWriter(tmp_path / "x", columns={name: SOURCE})
     assert os.listdir(tmp_path) == []
 
@@ -221,7 +224,7 @@ def test_what_a_killed_attachment_left_is_taken_over_by_the_next(tmp_path: Path)
         def values() -> Iterator[Any]:
             for row in range(header.num_sequences):
                 yield np.zeros((1, 1000))
-                if dies and row == 50:  # far behind what is buffered
+                if dies and row == 50:  # far after the buffered rows
                     os.kill(os.getpid(), signal.SIGKILL)
 
         write_column(tmp_path / "x", "topk", values(), per="sequence")
@@ -280,15 +283,15 @@ def test_an_attachment_that_lost_its_column_is_made_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        (np.zeros(3), "3 rows, expected 100: one a sequence"),
+        (np.zeros(3), "3 rows, expected 100: one per sequence"),
         ([np.zeros(99), np.zeros(2)], "101 rows, expected 100"),
-        ([np.zeros(99), np.zeros((1, 2))], "from row 99 on: column x has shape"),
-        (np.zeros((100, 2, 2)), "from row 0 on: column x has shape"),
+        ([np.zeros(99), np.zeros((1, 2))], "from row 99: column x has shape"),
+        (np.zeros((100, 2, 2)), "from row 0: column x has shape"),
         (np.zeros(100, "c8"), "dtype complex64"),
         ([], "0 rows, expected 100"),
-        ([[[1], [1, 2]]], "from row 0 on: column x: the values make no array"),
-        ([np.zeros(99), [[1], [1, 2]]], "from row 99 on: column x: the values make no array"),
-        (list(range(100)), r"from row 0 on: column x has shape \(\); expected an array of some rows"),
+        ([[[1], [1, 2]]], "from row 0: column x: the values cannot be converted to an array"),
+        ([np.zeros(99), [[1], [1, 2]]], "from row 99: column x: the values cannot be converted to an array"),
+        (list(range(100)), r"from row 0: column x has shape \(\); expected an array of some rows"),
     ],
 )
 def test_what_cannot_be_attached_leaves_nothing(tmp_path: Path, values: Any, match: str) -> None:
@@ -311,7 +314,7 @@ def test_a_column_replaced_while_it_is_opened_is_not_mixed(tmp_path: Path, monke
         return open_items(*arguments)
 
     monkeypatch.setattr(columns_module, "open_items", replacing)
-    with pytest.raises(FormatError, match="another column was attached since this one was opened"):
+    with pytest.raises(FormatError, match="another column was attached after this one was opened"):
         Shard(tmp_path / "x", columns=["x"])
 
 
@@ -327,7 +330,9 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
         write_column(tmp_path / "x", "mine", np.zeros(len(PACKS)), per="pack", overwrite=True)
     with pytest.raises(FormatError, match=r"x\.mine\.col"):
         write_columned(tmp_path / "x", PACKS, {"mine": ColumnSpec("pack", "u1")}, overwrite=True)
-    with pytest.raises(FormatError, match=r"x\.mine\.col: it has the name of a column of .*x and is no column"):
+    with pytest.raises(
+        FormatError, match=r"x\.mine\.col: the file has the name of a column of .*x, but is not a column"
+    ):
         write_samples(tmp_path / "x", PACKS[:3], overwrite=True)
     remove_shard(ShardPaths.of(tmp_path / "x"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.mine.col", "a list of mine")]
@@ -335,7 +340,7 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
-    with pytest.raises(ShardNotFoundError, match=r"has no column other; it has .*; write_column attaches one"):
+    with pytest.raises(ShardNotFoundError, match=r"has no column other; it has .*; attach it with write_column"):
         Shard(tmp_path / "x", columns=["other"])
     assert Shard(tmp_path / "x").columns.get("other") is None
     os.unlink(tmp_path / "x.source.col")
@@ -397,7 +402,7 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
     tmp_path: Path, old: bool, renames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 64)
-    if not renames:  # as on NFS, where a file has both of its names for a moment
+    if not renames:  # as on NFS, where a file has both names for a moment
         monkeypatch.setattr(publish, "_rename", lambda *_: False)
     specs = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2)}
 
@@ -496,7 +501,7 @@ Change = Callable[[bytearray], bytearray | None]
 
 
 def at(offset: int, data: bytes, *, seal: bool = True) -> Change:
-    """Bytes of the file changed, the header's checksum made right again."""
+    """Return a change of bytes of the file, with the header's checksum corrected."""
 
     def change(raw: bytearray) -> bytearray:
         raw[offset : offset + len(data)] = data
@@ -523,7 +528,7 @@ def another_file_number(raw: bytearray) -> bytearray:
     return sealed(raw)
 
 
-# rule, change of x.source.col, byte offset of the finding (None for any), what else breaks where the shard lists it
+# rule, change of x.source.col, byte offset of the finding (None for any), other broken rules if the shard lists it
 BROKEN: list[tuple[str, Change, int | None, set[str]]] = [
     ("C1", at(7, b"\r"), 0, set()),
     ("C1", at(8, b"\2"), 8, set()),
@@ -564,11 +569,11 @@ def test_a_broken_rule_is_named(
     report = verify_shard(tmp_path / "x", full=True)
     found = [finding for finding in report.findings if finding.rule == rule]
     assert found, report.findings
-    # Whatever changes the header and seals it again is no longer what the shard lists.
+    # A changed header with a corrected checksum is no longer the one that the shard lists.
     assert {finding.rule for finding in report.findings} <= {rule, "C8", "C2"} | others
     assert found[0].path == str(path)
     assert offset in (None, found[0].offset)
-    assert re.fullmatch(rf".*\.source\.col: byte \d+: found .+, expected .+ \(rule {rule}\); .+", str(found[0]))
+    assert re.fullmatch(rf".*\.source\.col: byte \d+: .+ \(rule {rule}\); .+", str(found[0]))
     if rule not in ("C7", "C9"):
         with pytest.raises(SFTIndexError) as refused:
             Shard(tmp_path / "x", columns=["source"])
@@ -592,7 +597,7 @@ def test_a_shard_is_written_without_a_broken_column_as_it_is_advised(
     assert not rebuild(tmp_path / "x").whole
     advice = command("rebuild", tmp_path / "x").err.rsplit(": megatron-sft-idx ", 1)[1].split()
     done = command(*advice[:-1], tmp_path / "new")
-    assert (done.code, "column source left out (--lossy):  " in done.out) == (0, True), done.err
+    assert (done.code, "column source left out (--lossy): " in done.out) == (0, True), done.err
     assert (verify_shard(tmp_path / "new", full=True).ok, list(Shard(tmp_path / "new").columns)) == (True, [])
     assert Shard(tmp_path / "new").shard_id == kept.shard_id
 
@@ -607,7 +612,7 @@ def paired(count: int) -> np.ndarray:
     return np.stack([np.arange(count) // 2 + 5, np.arange(count) % 2], 1).astype(np.uint32)
 
 
-# Changes of a column ``pair`` of 100 sequences, which sequences the findings begin at, and how many breaches there are.
+# Changes of a column ``pair`` of 100 sequences, the first sequences of the findings, and the number of violations.
 TORN: list[tuple[Callable[[np.ndarray], np.ndarray], list[int], int]] = [
     (lambda rows: rows, [], 0),
     (lambda rows: rows[::-1], [*range(0, 100, 2)], 50),
@@ -624,7 +629,7 @@ def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
     write_samples(tmp_path / "x", PACKS)
     torn = change(paired(100)).astype(np.uint32)
     if rows:
-        with pytest.raises(FormatError, match=r"column pair: sequences from \d+ on are .* \(rule C10\)"):
+        with pytest.raises(FormatError, match=r"column pair: sequences \d+ and \d+ have .* \(rule C10\)"):
             write_column(tmp_path / "x", "pair", np.split(torn, [33]), per="sequence")
     with unchecked():
         write_column(tmp_path / "x", "pair", torn, per="sequence")
@@ -637,7 +642,9 @@ def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
     if not rows:
         np.testing.assert_array_equal(pair_numbers(Shard(tmp_path / "x")), paired(100)[:, 0])
         return
-    with pytest.raises(CorruptShardError, match=rf"byte {found[0].offset}: sequences from {rows[0]} on are .*rule C10"):
+    with pytest.raises(
+        CorruptShardError, match=rf"byte {found[0].offset}: sequences {rows[0]} and {rows[0] + 1} have .*rule C10"
+    ):
         pair_numbers(Shard(tmp_path / "x"))
 
 
@@ -658,7 +665,7 @@ def test_a_pair_without_its_second_and_another_column_of_that_name_are_told_too(
 
 
 def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:
-    """500 copies, each with some bits turned over, cut short or longer: verification finds every one."""
+    """Damage 500 copies by flipped bits, truncation or extension; verification must find every one."""
     specs = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3, metadata={"teacher": "big"})}
     write_columned(tmp_path / "x", PACKS, specs)
     write_column(tmp_path / "x", "late", np.arange(len(PACKS), dtype="u2"), per="pack")
@@ -671,7 +678,7 @@ def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:
             size = int(random.integers(len(raw)))
             raw = raw[:size] if number % 2 else raw + random.bytes(size + 1)
         else:
-            # Headers are small beside values, and hold more that can go wrong.
+            # Headers are small compared to values, but more important.
             limit = len(raw) if number % 2 else min(len(raw), 320)
             for place in random.integers(limit, size=int(random.integers(1, 4))):
                 raw[place] ^= 1 << int(random.integers(8))
@@ -696,12 +703,12 @@ def test_a_column_that_names_no_files_is_no_source(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"column source: expected uint32 values .* and metadata with 'files'"):
         write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
     beyond = np.full((100, 2), 3, np.uint32)
-    with pytest.raises(FormatError, match="sequence 0 is of file 3, expected less than 3"):
+    with pytest.raises(FormatError, match="sequence 0 is from file 3, expected a number below 3"):
         write_column(tmp_path / "x", "source", beyond, per="sequence", metadata=SOURCE.metadata)
     with unchecked():
         write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
     assert [(f.rule, f.found) for f in verify_shard(tmp_path / "x").findings] == [
-        ("C9", "a source that names no files")
+        ("C9", "a source column without file names")
     ]
 
 
@@ -719,6 +726,6 @@ def test_a_column_of_another_shard_is_a_finding_and_not_a_column(tmp_path: Path)
 
 def test_names_are_checked_where_they_are_asked_for(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
-    with pytest.raises(FormatError, match="a name is of small letters"):
+    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
         Shard(tmp_path / "x", columns=["../x"])
     assert check_column_name("a_1") == "a_1"

@@ -1,4 +1,4 @@
-"""Damaged copies of a shard: whatever is done to the bytes, they are refused by name or read in bounds."""
+"""Damaged copies of a shard: any damage is an error with the file's name, or reads stay inside the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_damaged_copies_are_refused_or_read_in_bounds(folder: Path, copies: int)
         by_outcome[name.rpartition(": ")[2]] += count
     print(f"\n{copies} damaged copies:", dict(by_outcome))
     assert min(by_outcome[outcome] for outcome in ("refused", "refused in part", "read")) > 0
-    # Sizes are checked when opening, and the header has a checksum.
+    # Sizes are checked when a shard is opened, and the header has a checksum.
     resized = [name for name in counts if name.split()[0] in ("truncation", "extension", "duplicated", "loss")]
     assert resized
     assert all(name.endswith(": refused") for name in resized)

@@ -1,6 +1,6 @@
-"""Damage never passes into a new file: whatever derives data from a damaged shard stops, and nothing appears.
+"""Damage never gets into a new file: a command that reads a damaged shard fails, and creates nothing.
 
-The verbs are taken from the command line itself, so a verb that is added later has to be entered here, too.
+The commands are read from the command line's parser, so a new command must be added here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, write_column
 
-# Verbs that derive nothing from a shard of ours, or that are there to deal with a damaged one.
+# Commands that do not derive data from a shard, or that handle damaged ones.
 OTHER_VERBS = {
     "preprocess": "reads chats",
     "produce": "reads chats",
@@ -68,7 +68,7 @@ def verbs(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def attempt(recipe: str, source: Source, folder: Path, files: dict[str, bytes]):
-    """Write the files of a shard into ``folder``, and run the recipe on it; its outcome, and what has appeared."""
+    """Write the files of a shard into ``folder`` and run the recipe on it. Return its outcome and the new names."""
     shard, out = folder / "shard", folder / "out"
     shard.mkdir()
     out.mkdir()
@@ -109,7 +109,7 @@ def test_an_undamaged_shard_passes(recipe, source, tmp_path):
 @pytest.mark.parametrize("suffix", FILES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_damaged_shard_stops(recipe, suffix, source, tmp_path):
-    """One damage for each recipe and file; the slow test has all of them."""
+    """This tests one damage per recipe and file; the slow test has all of them."""
     kind = DAMAGES[zlib.crc32(f"{recipe} {suffix}".encode()) % len(DAMAGES)]
     assert_stops(recipe, source, tmp_path, suffix, kind)
 

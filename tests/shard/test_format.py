@@ -1,4 +1,4 @@
-"""FORMAT.md is the specification: its table, hexdump, reader and rules, each held against the code."""
+"""FORMAT.md is the specification: its table, hexdump, reader and rules are compared with the code."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ def test_the_golden_shards_stay_readable() -> None:
     assert weights.header.pad_id is None
 
 
-# ---- one test a malformed header ----
+# ---- one test per malformed header ----
 
 
 def forge(raw: bytes, **fields: Any) -> bytes:
-    """The header with these fields set, and its checksum made right again."""
+    """Return the header with these fields set and its checksum corrected."""
     (size,) = struct.unpack_from("<I", raw, 12)
     out = bytearray(raw)
     for name, value in fields.items():
@@ -170,13 +170,13 @@ def forge(raw: bytes, **fields: Any) -> bytes:
 
 
 def with_json(raw: bytes, text: bytes) -> bytes:
-    """Another JSON block of the same size class."""
+    """Return the header with another JSON block of the same size class."""
     assert len(text) <= 48
     return forge(raw[:256] + text.ljust(48, b"\0") + raw[304:], json_nbytes=len(text))
 
 
 def with_offsets(raw: bytes, array: int, index: int, value: int) -> bytes:
-    """One entry of an offsets array changed: array 0 of sequences, 1 of tokens."""
+    """Return the header with one changed entry of an offsets array: array 0 of sequences, 1 of tokens."""
     out = bytearray(raw)
     packs = struct.unpack_from("<Q", raw, 32)[0]
     base = 320 if array == 0 else -(-(320 + 8 * (packs + 1)) // 64) * 64
@@ -184,7 +184,7 @@ def with_offsets(raw: bytes, array: int, index: int, value: int) -> bytes:
     return bytes(out)
 
 
-# rule, what is done to the bytes of .seq.idx, a word of the message
+# rule, change of the bytes of .seq.idx, a word of the message
 HEADERS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("H1", lambda raw: b"", "magic"),
     ("H1", lambda raw: b"MMIDIDX\0" + raw[8:], "magic"),
@@ -248,7 +248,7 @@ HEADERS: list[tuple[str, Callable[[bytes], bytes], str]] = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     prefix = tmp_path_factory.mktemp("whole") / "x"
-    # 24 bytes of JSON of our own fill the header's first size class nearly up.
+    # 24 bytes of our own JSON almost fill the header's first size class.
     write_samples(prefix, demo_samples(), token_dtype=np.uint16, metadata={"tokenizer": "a" * 8})
     return five_files(prefix)
 
@@ -327,11 +327,11 @@ def test_metadata_is_stored_in_canonical_form() -> None:
     assert b'{"steps":{"10":"b","9":"a"}}' in raw
     decoded = SEQ_IDX.metadata(raw)
     assert decoded == {"steps": {"9": "a", "10": "b"}}
-    decoded.clear()  # it is the caller's, and no other header loses it
+    decoded.clear()  # the caller owns it, and no other header may lose it
     assert SEQ_IDX.metadata(raw) == {"steps": {"9": "a", "10": "b"}}
 
 
-# ---- one test a rule that writers keep ----
+# ---- one test per rule for writers ----
 
 # rule, tokens, mask, starts, a word of the message
 PACKS: list[tuple[str, Any, Any, Any, str]] = [
@@ -340,9 +340,9 @@ PACKS: list[tuple[str, Any, Any, Any, str]] = [
     ("P2", [1, 2], [0, 0], [], "no sequence starts"),
     ("P2", [1, 2], [0, 0], [1], "starts at 1, expected 0"),
     ("P2", [1, 2], [0, 0], [-1], "starts at -1, expected 0"),
-    ("P3", [1, 2, 3], [0, 0, 0], [0, 0], "not after 0"),
-    ("P3", [1, 2, 3, 4], [0] * 4, [0, 2, 1], "not after 2"),
-    ("P3", [1, 2, 3, 4], [0] * 4, [0, -5], "not after 0"),
+    ("P3", [1, 2, 3], [0, 0, 0], [0, 0], "after 0"),
+    ("P3", [1, 2, 3, 4], [0] * 4, [0, 2, 1], "after 2"),
+    ("P3", [1, 2, 3, 4], [0] * 4, [0, -5], "after 0"),
     ("P4", [1, 2], [0, 0], [0, 2], "the pack has 2 tokens"),
     ("P4", [1, 2], [0, 0], [0, 2**63 - 1], "the pack has 2 tokens"),
     ("P5", range(9), [0] * 9, [0, 1, 2, 3, 4], "24 positions"),
@@ -384,10 +384,10 @@ def test_weights_are_finite_and_not_negative(tmp_path: Path, weight: float) -> N
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    # Those of columns are broken in test_columns.py, those of images and audio in test_media_format.py.
+    # Rules for columns are tested in test_columns.py, rules for images and audio in test_media_format.py.
     rules = set(re.findall(r"^- \*\*([^CM]\d+)\*\* ", SPECIFICATION, re.MULTILINE))
-    # About all bytes of a shard or the order of writing: no message of a reader or writer names these. Verification
-    # does, see test_verify_rules.py.
+    # Rules about all bytes of a shard or the order of writing do not occur in messages of readers or writers.
+    # Verification reports them, see test_verify_rules.py.
     silent = {"F3", "H9", "I1", "P9", "W1", "W2", "W3", "W4"}
     broken = {"F1"} | {rule for rule, *_ in HEADERS} | {rule for rule, *_ in PACKS}
     assert broken | silent == rules

@@ -1,4 +1,4 @@
-"""A column that lies: extreme numbers, JSON without end, products that overflow; checksums are made right again."""
+"""Columns with false headers and corrected checksums: extreme numbers, endless JSON, overflowing products."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_sft_idx.shard import Shard, write_column
 
 PACKS = demo_samples()
 EXTREMES = [0, 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**48, 2**56, 2**60, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
-# Where they stand, as FORMAT.md has them.
+# Offsets and formats of the fields, from FORMAT.md.
 NUMBERS = {"header_nbytes": (12, "I"), "per": (32, "B"), "dtype": (33, "B"), "alignment": (34, "B"), "zero": (35, "B"),
            "width": (36, "I"), "rows": (40, "Q"), "json_nbytes": (48, "I")}  # fmt: skip
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Of a shard with an attached column ``a``."""
+    """Return the prefix of a shard with an attached column ``a``."""
     prefix = str(tmp_path / "x")
     write_samples(prefix, PACKS)
     spec = ColumnSpec("token", "f4", 3, metadata={"teacher": "big"})
@@ -37,7 +37,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def is_refused(prefix: str, raw: bytes) -> bool:
-    """Whether opening the column is refused, soon and in little memory, and verifying says so too."""
+    """Return whether opening the column is an error, quickly and with little memory. Verification must agree."""
     Path(f"{prefix}.a.col").write_bytes(raw)
     tracemalloc.start()
     begin = time.monotonic()
@@ -57,7 +57,7 @@ def is_refused(prefix: str, raw: bytes) -> bool:
 
 
 def lying(raw: bytes, shard_id: bytes, **fields: int) -> bytes:
-    """The file with other numbers, sealed again."""
+    """Return the file with other numbers and a corrected checksum."""
     lie = bytearray(raw)
     for name, value in fields.items():
         offset, kind = NUMBERS[name]
@@ -74,13 +74,13 @@ def test_every_number_at_its_extremes(prefix: str) -> None:
     for name in NUMBERS:
         for value in EXTREMES:
             raw = lying(good, shard_id, **{name: value})
-            # An alignment is free to be the other one.
+            # The other alignment is valid too.
             assert is_refused(prefix, raw) or raw == good or name == "alignment", (name, value)
 
 
 @pytest.mark.parametrize("rows", EXTREMES)
 def test_rows_by_width_that_overflow(prefix: str, rows: int) -> None:
-    """Products that are the size of the file, or nothing, in 64 bits."""
+    """Test products that overflow 64 bits to the size of the file, or to 0."""
     good, shard_id = Path(f"{prefix}.a.col").read_bytes(), Shard(prefix).shard_id
     for width in (1, 2, 4, 2**14, 2**16, 2**30, 2**31, 2**32 - 1):
         for per in (1, 2, 3):
@@ -110,7 +110,7 @@ def test_json_that_would_not_end(prefix: str, most: int) -> None:
 
 
 def test_cut_at_every_byte_and_every_bit_flipped(tmp_path: Path) -> None:
-    """Of a column that the shard lists: no change of its header, and no other size, opens."""
+    """A column that the shard lists does not open with any change of its header or another size."""
     write_columned(tmp_path / "x", PACKS, {"source": SPECS["source"]})
     path = tmp_path / "x.source.col"
     good = path.read_bytes()

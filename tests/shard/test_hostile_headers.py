@@ -1,4 +1,4 @@
-"""A header that lies: extreme counts, swapped bytes, cuts, flipped bits; checksums are made right again."""
+"""False headers with corrected checksums: extreme counts, swapped bytes, truncation, flipped bits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout.files import FIELDS, SUFFIXES
 from megatron_sft_idx.shard import Shard, read_header
 
-# The first two say how the rest is to be read; test_format.py has their lies.
+# The first two fields determine how the rest is read; test_format.py tests them.
 NUMBERS = [field.name for field in FIELDS if field.format in "BIQq" and field.name not in ("version", "header_nbytes")]
 EXTREMES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**56, 2**60, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]
-# To find the bytes a reader needs none of these, and what they say cannot be told from sizes.
+# A reader does not need these fields to find the data, and cannot check them against sizes.
 FREE = {"num_trained_tokens", "num_masked_packs", "longest_pack", "most_sequences"}
 FREE |= {"capacity", "pad_id", "sequence_multiple", "flags"}
 DATA = [f"{name}_nbytes" for name in ("tokens", "loss", "idx", "starts")]
@@ -49,7 +49,10 @@ def put(folder: Path, files: Files) -> str:
 
 
 def is_refused(prefix: str) -> bool:
-    """Whether opening is refused, and verifying then says why; if not, reading stays in bounds."""
+    """Return whether opening is an error, which verification must report too.
+
+    Otherwise check that reads stay in bounds.
+    """
     report = verify_shard(prefix, full=True)
     assert verify_shard(prefix).ok or not report.ok
     try:
@@ -81,7 +84,7 @@ def test_every_number_of_the_header_at_its_extremes(tmp_path: Path, whole: Files
 
 @pytest.mark.parametrize("value", EXTREMES[5:])
 def test_counts_and_sizes_that_agree_on_a_lie(tmp_path: Path, whole: Files, value: int) -> None:
-    """Sums of such counts overflow 64 bits, where a reader computes sizes with them before it looks at the limit."""
+    """Sums of such counts overflow 64 bits if a reader computes sizes before it checks the limit."""
     counts = {"num_packs": value, "num_sequences": value, "num_tokens": value, "num_trained_tokens": 0}
     widths = dict(zip(DATA, (4, 1, 20, 4), strict=True))
     sizes = {name: value * width + (42 if name == "idx_nbytes" else 0) for name, width in widths.items()}
@@ -101,14 +104,14 @@ def test_bytes_swapped_as_a_big_endian_writer_would(tmp_path: Path, whole: Files
         assert refused or field.name in FREE or raw == good, field.name
     raw = bytearray(good)
     raw[8:12] = raw[8:12][::-1]
-    with pytest.raises(UnsupportedVersionError, match="version 16777216, this package reads 1"):
+    with pytest.raises(UnsupportedVersionError, match="version 16777216, but this package reads 1"):
         Shard(put(tmp_path, {**whole, ".seq.idx": bytes(raw)}))
 
 
 def test_a_later_version_is_refused_whatever_else_it_says(tmp_path: Path, whole: Files) -> None:
     for version in (2, 255, 2**31, 2**32 - 1):
         raw = whole[".seq.idx"][:8] + struct.pack("<I", version) + os.urandom(400)
-        with pytest.raises(UnsupportedVersionError, match=rf"version {version}, this package reads 1.*upgrade"):
+        with pytest.raises(UnsupportedVersionError, match=rf"version {version}, but this package reads 1.*upgrade"):
             Shard(put(tmp_path, {**whole, ".seq.idx": raw}))
 
 

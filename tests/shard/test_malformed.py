@@ -1,4 +1,4 @@
-"""Input that cannot be used, through the command line: each kind has its clear error, and leaves nothing behind."""
+"""Unusable input on the command line: each kind has a clear error and leaves no files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def chat(*messages):
     return {"messages": list(messages)}
 
 
-# name: (row, what the error says); one of each step that refuses rows, whose own tests have all reasons. The row is
-# line 2 of its file.
+# name: (row, the error); one for each step that rejects rows. Tests of the steps have all reasons. The row is line 2 of
+# its file.
 ROWS = {
     "not JSON": ("{", "not valid JSON"),
     "not an object": ([1, 2], "expected an object"),
-    "no chat": ({"url": "hello"}, "no columns that make a chat"),
+    "no chat": ({"url": "hello"}, "no columns of a chat"),
     "text alone": ({"text": "hello"}, "the row has only text"),
     "a bad message": (chat(ASK, {**ANSWER, "weight": -1}), "messages[1].weight"),
-    "assistant never speaks": (chat(ASK), "the assistant says nothing"),
-    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference row"),
+    "assistant never speaks": (chat(ASK), "the assistant messages in this row are empty"),
+    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference pair"),
     "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels"),
     "id beyond the vocabulary": ({"input_ids": [1, 999_999], "loss_mask": [0, 1]}, "999999"),
     "lone surrogate": (chat(ASK, {"role": "assistant", "content": "\ud800"}), "surrogate"),
@@ -71,20 +71,20 @@ def test_first_bad_row_is_the_one_named_whatever_the_workers(tmp_path):
 
 
 def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable(tmp_path):
-    """Rows are read, rendered and tokenised many at a time; what comes first in the file is still told first."""
+    """Rows are read, rendered and tokenised in groups; the first error in the file is still reported first."""
     picky = "{% if 'date' in m %}{{ strftime_now('%Y') }}{% elif 'odd' in m %}{{ raise_exception('odd') }}{% endif %}"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + picky + "<|im_end|>{% endfor %}")
     arguments = ("--chat-template", tmp_path / "t.jinja")
     asks_date, odd = ({"messages": [{**ASK, key: 1}, ANSWER]} for key in ("date", "odd"))
-    for bad, says in (({"messages": []}, "messages is empty"), (odd, "refuses it: odd")):
+    for bad, says in (({"messages": []}, "messages is empty"), (odd, "rejects it: odd")):
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, bad, asks_date])
         clean_failure(done, f"{tmp_path / 'rows.jsonl'}:2: ", says)
         done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, asks_date, bad])
-        clean_failure(done, "asks for today's date", "--template-date")
+        clean_failure(done, "uses today's date", "--template-date")
         nothing_made(tmp_path)
 
 
-# name: (file name, how it is made, what the error says); test_chat_files_malformed.py has the other ways to be bad
+# name: (file name, how to make it, the error); test_chat_files_malformed.py has other malformed files
 FILES = {
     "missing": ("in.jsonl", lambda path: None, "no such file"),
     "folder": ("in.jsonl", lambda path: path.mkdir(), "folder"),
@@ -109,7 +109,7 @@ def test_bad_file(tmp_path, kind):
 def test_same_file_twice(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(GOOD))
     done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", tmp_path / "*.jsonl")
-    clean_failure(done, "named twice")
+    clean_failure(done, "matched twice")
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -117,7 +117,7 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# name: (how a good tokenizer folder is spoilt, what the error says); test_chat_tokenizer_files.py has the other ways
+# name: (damage to a valid tokenizer folder, the error); test_chat_tokenizer_files.py has other damage
 TOKENIZERS = {
     "missing": (shutil.rmtree, "tokenizer"),
     "not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
@@ -139,17 +139,17 @@ def test_tokenizer_named_as_on_a_hub(tmp_path):
     clean_failure(done, "Qwen/Qwen3-8B")
 
 
-# name: (template, options, what the error says)
+# name: (template, options, the error)
 TEMPLATES = {
     "syntax": ("{% for m in messages %}{{ m.content }}", (), "line 1"),
     "unknown filter": ("{% for m in messages %}{{ m.content | nope }}{% endfor %}", (), "nope"),
     "raises": ("{{ raise_exception('no system message') }}", (), "no system message"),
-    "drops the answer": ("{% for m in messages %}{{ m.role }}\n{% endfor %}", (), "leaves out the words 'A test.'"),
+    "drops the answer": ("{% for m in messages %}{{ m.role }}\n{% endfor %}", (), "drops the words 'A test.'"),
     "writes nothing": ("", (), "rows.jsonl:1: "),
     "asks for the date": (
         "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}", (), "--template-date",
     ),
-    "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: a template may not do this"),
+    "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: not allowed in a template"),
     "loops for ever": ("{% for i in range(10 ** 12) %}x{% endfor %}", (), "Range too big"),
 }  # fmt: skip
 
@@ -163,9 +163,9 @@ def test_bad_template(tmp_path, kind):
     nothing_made(tmp_path)
 
 
-# arguments that are wrong by themselves: exit code 2
+# arguments that are always wrong: exit code 2
 USAGE = {
-    "no verb": ((), "verb"),
+    "no verb": ((), "command"),
     "unknown command": (("prepare",), "prepare"),
     "no input": (("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"), "--input"),
     "capacity zero": (("--seq-length", "0"), "--seq-length"),
@@ -185,7 +185,7 @@ USAGE = {
     "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "levels deep"),
     "date not a date": (("--template-date", "tomorrow"), "tomorrow"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
-    "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
+    "summary without a folder": (("--summary", "missing/summary.json"), "the folder missing does not exist"),
     "summary is a folder": (("--summary", "."), "expected the path of a file, found a folder"),
     "unknown option": (("--quick",), "--quick"),
 }

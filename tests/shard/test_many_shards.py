@@ -1,4 +1,4 @@
-"""Sets of more shards than are mapped: held in memory or opened for each read, equal to the mapped in everything."""
+"""Sets with more shards than may be mapped: they are held in memory or opened for each read, with equal results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def removed(folder: Path) -> None:
 
 
 def unpublished(folder: Path) -> None:
-    """As an overwriting build begins: the index goes first (rule W3), then a data file is another one."""
+    """Begin to overwrite a shard: the index is removed first (rule W3), then a data file changes."""
     (folder / "s0.seq.idx").unlink()
     (folder / "s0.bin").write_bytes(bytes((folder / "s0.bin").stat().st_size))
 
@@ -148,7 +148,7 @@ def test_a_change_is_an_error_and_never_other_tokens(
     len(shards)
     change(tmp_path)
     if read_before and many == "held":
-        assert_is(shards[1], packs[1])  # as a map would serve it
+        assert_is(shards[1], packs[1])  # the same as through a map
     else:
         with pytest.raises(error, match="s0"):
             shards[1]

@@ -1,4 +1,4 @@
-"""Damaged, swapped and foreign files of images and audio: found, never a crash, and nothing of it in a new shard."""
+"""Damaged, swapped and foreign media files: they are found, never crash a reader, and never get into a new shard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize("count", [90, pytest.param(0, marks=pytest.mark.slow, id="all")])
 def test_damage_to_images_and_audio_is_found_and_goes_into_no_new_shard(folder: Path, count: int) -> None:
     with ThreadPoolExecutor(2) as pool:
-        # Every other one in each of two processes.
+        # Each of two processes takes every other case.
         halves = pool.map(
             lambda first: outcomes_of("corrupt_media.py", folder / str(first), 0, count, first, 2), (0, 1)
         )
@@ -47,7 +47,7 @@ def test_damage_to_images_and_audio_is_found_and_goes_into_no_new_shard(folder: 
 
 
 def test_the_sample_has_some_of_everything(tmp_path: Path) -> None:
-    """Each is another set of files than the whole shard, and the ways of damage are many and the same each time."""
+    """Each case differs from the whole shard. There are many kinds of damage, the same in each run."""
     shards = media_shards(tmp_path)
     damages = media_damages(shards)
     assert len(damages) > 350
@@ -64,7 +64,7 @@ def test_the_whole_shard_would_pass(tmp_path: Path) -> None:
     assert verify_shard(tmp_path / "x", full=True).ok
 
 
-# ---- what lies at the prefix of a new shard ----
+# ---- files at the prefix of a new shard ----
 
 SAMPLES = media_samples(2, 6)
 LOST: dict[str, Callable[[Path], object]] = {
@@ -78,7 +78,7 @@ LOST: dict[str, Callable[[Path], object]] = {
 
 
 def new_at(sources: Path) -> dict[str, Callable[[Path], object]]:
-    """What replaces a shard, with images and audio and without."""
+    """Return functions that replace a shard, with and without images and audio."""
     for name in ("new", "text"):
         if not (sources / f"{name}.bin").exists():
             packs = [sample.pack for sample in SAMPLES]
@@ -97,7 +97,7 @@ def new_at(sources: Path) -> dict[str, Callable[[Path], object]]:
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("name", ["build", "merge", "copy", "copy text", "build text", "remove"])
 def test_a_shard_that_lost_its_images_is_replaced_whole(tmp_path: Path, lost: str, name: str) -> None:
-    """The files that its ``.seq.idx`` lists are its own, also where they are damaged: none of them stays."""
+    """Files that its ``.seq.idx`` lists belong to the shard even if they are damaged, so all are removed."""
     replace, prefix = new_at(tmp_path)[name], tmp_path / "at" / "x"
     write_media(prefix, media_samples(1, 6), capacity=64)
     LOST[lost](prefix)
@@ -133,7 +133,7 @@ def test_files_of_somebody_else_are_neither_replaced_nor_removed(
 
 
 def test_files_left_over_from_an_earlier_shard_are_no_part_of_a_text_shard(tmp_path: Path) -> None:
-    """Its header lists none: nothing of them is read, verified or carried on."""
+    """Its header lists no media, so these files are not read, verified or copied."""
     write_media(tmp_path / "x", SAMPLES, capacity=64)
     write_samples(tmp_path / "text", [sample.pack for sample in SAMPLES[:-1]], capacity=64)
     for path in tmp_path.glob("text.*"):
@@ -148,7 +148,7 @@ def test_files_left_over_from_an_earlier_shard_are_no_part_of_a_text_shard(tmp_p
     convert(str(tmp_path / "x"), tmp_path / "converted", "sft-idx", ConvertOptions())
     assert {path.name for path in tmp_path.glob("*.media.*")} == {f"x{DATA}", f"x{ITEMS}"}
     assert rebuild(tmp_path / "x").whole
-    # Without its header, nothing tells whose they are: they are named, and nothing is made of them.
+    # Without its header, the owner of the files is unknown: they are reported and not used.
     (tmp_path / "x.seq.idx").unlink()
-    with pytest.raises(FormatError, match=r"x\.media\.items: of shard \w+, and the other files would be"):
+    with pytest.raises(FormatError, match=r"x\.media\.items: belongs to shard \w+, but the other files would form"):
         rebuild(tmp_path / "x")

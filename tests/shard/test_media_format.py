@@ -1,4 +1,4 @@
-"""Images and audio in FORMAT.md: tables, plain reader, golden shard; each rule broken, alone and at random."""
+"""Images and audio in FORMAT.md: tables, plain reader and golden shard; each rule is broken singly and at random."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_the_golden_images_and_audio_are_written_again_and_stay_readable(tmp_pat
     assert verify_shard(GOLDEN / "media", full=True).ok
 
 
-# ---- one test a rule ----
+# ---- one test per rule ----
 
-# Items 0 to 3 show the files 0, 0, 1, 2; the last pack has none.
+# Items 0 to 3 have the files 0, 0, 1, 2; the last pack has none.
 PACKS = [
     media_sample([4, 3], [item_of("image", 0, 2, b"AAAA"), item_of("image", 4, 1, b"AAAA")]),
     media_sample([6], [item_of("audio", 1, 2, b"BB"), item_of("image", 3, 1, b"CCC")], first_id=10),
@@ -109,7 +109,7 @@ def without(suffix: str) -> Change:
 
 
 def entries(name: str, values: dict[int, Any]) -> Change:
-    """Entries of one array changed, checksums right."""
+    """Return a change of entries of one array, with correct checksums."""
 
     def change(files: Files) -> Files:
         for at, value in values.items():
@@ -129,12 +129,12 @@ def both(*changes: tuple[str, dict[int, Any]]) -> Change:
 
 
 def fields(**values: Any) -> Change:
-    """Fields of the header of ``.media.items`` changed, its checksum right."""
+    """Return a change of fields in the header of ``.media.items``, with a correct checksum."""
     return lambda files: reseal_media(files, media=values)
 
 
 def byte(at: int, value: int | bytes) -> Change:
-    """Bytes of ``.media.items`` changed, and the checksum of its header right."""
+    """Return a change of bytes of ``.media.items``, with a correct header checksum."""
 
     def change(files: Files) -> Files:
         data = bytes([value]) if isinstance(value, int) else value
@@ -145,7 +145,7 @@ def byte(at: int, value: int | bytes) -> Change:
 
 
 def unsealed(at: int) -> Change:
-    """A byte of ``.media.items`` changed, no checksum right."""
+    """Return a change of a byte of ``.media.items``, with wrong checksums."""
 
     def change(files: Files) -> Files:
         raw = bytearray(files[".media.items"])
@@ -161,14 +161,14 @@ def listed_by_another(files: Files) -> Files:
 
 
 def listed_as_no_checksum(files: Files) -> Files:
-    """The JSON block has something else for a checksum; the id is that of a shard without images and audio."""
+    """Replace the checksum in the JSON block by another value, and the id by that of a shard without media."""
     raw = re.sub(rb'"items":"\w{32}"', b'"items":"' + b"z" * 32 + b'"', files[".seq.idx"])
     sums = [field(raw, f"{name}_checksum") for name in ("tokens", "loss", "idx", "starts")]
     return {**files, ".seq.idx": set_fields(raw, shard_id=xxhash.xxh3_128_digest(b"".join(sums)))}
 
 
 def fewer_packs(files: Files) -> Files:
-    """The last pack is not counted: it has no items, and the arrays begin where they did."""
+    """Reduce the number of packs by one. The last pack has no items, so the arrays begin at the same offsets."""
     return reseal_media(files, media={"num_packs": 2})
 
 
@@ -182,14 +182,14 @@ def damaged_data(files: Files) -> Files:
 
 
 def equal_files(files: Files) -> Files:
-    """Two blobs that are equal, each with its hash."""
+    """Make two blobs equal, with correct hashes."""
     hashes = array_values(files[".media.items"], "blob_hashes")
     files = with_entry(with_entry(files, "blob_hashes", 2, hashes[1]), "blob_offsets", 3, 8)
     return reseal_media({**files, ".media.data": b"AAAABBBB"}, media={"data_nbytes": 8})
 
 
 def trained_placeholder(at: int) -> Change:
-    """The mask of one token set, counts right."""
+    """Return a change that sets the mask of one token, with correct counts."""
 
     def change(files: Files) -> Files:
         trained = field(files[".seq.idx"], "num_trained_tokens") + 1
@@ -200,7 +200,7 @@ def trained_placeholder(at: int) -> Change:
 
 
 ITEMS, DATA, INDEX = ".media.items", ".media.data", ".seq.idx"
-# rule, how it is broken, the file that is named, what else breaks with it
+# rule, change that breaks it, file in the message, other rules that break too
 BROKEN: list[tuple[str, Change, str, set[str]]] = [
     ("M1", without(DATA), DATA, set()),
     ("M1", without(ITEMS), ITEMS, set()),
@@ -292,7 +292,7 @@ def test_a_broken_rule_of_media_is_named(
     found = [each for each in findings if each.rule == rule]
     assert {rule} <= {each.rule for each in findings} <= {rule} | others, findings
     assert {each.path for each in found} == {prefix + suffix}
-    assert re.fullmatch(rf"{re.escape(prefix + suffix)}: byte \d+: (pack \d+: )?found .+, expected .+"
+    assert re.fullmatch(rf"{re.escape(prefix + suffix)}: byte \d+: (pack \d+: )?(expected .+, found )?.+"
                         rf" \(rule {rule}\); .+", str(found[0]))  # fmt: skip
     quick = {each.rule for each in verify_shard(prefix).findings}
     assert quick <= {rule} | others
@@ -300,7 +300,7 @@ def test_a_broken_rule_of_media_is_named(
 
 
 def refused(prefix: str, backend: Any) -> SFTIndexError | None:
-    """The error of opening a shard and reading its packs, None if there is none."""
+    """Return the error of opening a shard and reading its packs, or None."""
     try:
         assert len(list(Shard(prefix, backend=backend))) == len(PACKS)
     except SFTIndexError as error:
@@ -348,7 +348,7 @@ def test_a_media_file_of_another_size_is_rule_f2(tmp_path: Path, whole: Files, s
 
 
 def test_other_damage_is_no_damage_to_media(tmp_path: Path, whole: Files) -> None:
-    """Sequences that nothing can be held to are a finding about them alone."""
+    """Damaged boundaries are a finding about sequences only."""
     files = reseal_media({**whole, ".seq.bin": set_item(whole[".seq.bin"], "<u4", 1, 0)})
     assert {each.rule for each in verify_shard(put(tmp_path, files), full=True).findings} == {"P3"}
 
@@ -361,7 +361,7 @@ def test_files_beside_a_shard_without_media_are_no_part_of_it(tmp_path: Path, wh
     assert "media" not in Shard(tmp_path / "x")[0]
 
 
-# ---- random damage, against the rules in loops ----
+# ---- random damage, compared with the rules in plain Python ----
 
 
 def _other_value(draw: random.Random, code: str, value: Any, values: list[Any]) -> Any:
@@ -373,7 +373,7 @@ def _other_value(draw: random.Random, code: str, value: Any, values: list[Any]) 
 
 
 def damaged(draw: random.Random, files: Files, samples: list[MediaSample]) -> Files:
-    """One entry of one array changed, or the mask of a token that is not the last one of its sequence; resealed."""
+    """Change one array entry, or the mask of a token that is not the last of its sequence, and correct checksums."""
     if draw.random() < 0.2:
         ends, mask = set(), bytearray(files[".loss.bin"])
         total = 0
@@ -399,7 +399,7 @@ def damaged(draw: random.Random, files: Files, samples: list[MediaSample]) -> Fi
 def test_random_damage_is_what_the_rules_in_loops_say(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Several runs of packs, of items and of blobs, whose first and last ones are damaged too.
+    # Several runs of packs, items and blobs, so that the first and last of a run are damaged too.
     monkeypatch.setattr(media_rules, "_CHUNK", (1 << 15, 5)[seed % 2])
     samples, draw = media_samples(seed), random.Random(seed)
     write_media(tmp_path / "made", samples)
@@ -419,7 +419,7 @@ def test_random_damage_is_what_the_rules_in_loops_say(
             assert len(list(Shard(prefix))) == len(samples)
         if number % 3:
             continue
-        # Whoever copies the packs makes a sound shard of them, or none.
+        # Copying the packs gives a valid shard, or an error.
         with contextlib.suppress(SFTIndexError):
             with ShardWriter(tmp_path / "copy", media=True, durable=False, overwrite=True) as writer:
                 writer.add_shard(Shard(prefix))

@@ -1,4 +1,4 @@
-"""Images and audio of a build that was killed, or lost the end of a file: whole packs with all their items, or none."""
+"""Media of a build that was killed or lost the end of a file: recovered packs have all their items."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def assert_holds_media(prefix: Path, samples: list[MediaSample]) -> None:
     assert verify_shard(prefix, full=True).ok
 
 
-# ---- what is recovered ----
+# ---- recovery ----
 
 
 def suspended(prefix: Path, flushed: int = 2) -> Path:
-    """A build that stopped after all packs were noted, ``flushed`` at a time; returns its folder."""
+    """Stop a build after all packs were logged, ``flushed`` at a time, and return its folder."""
     writer = ShardWriter(prefix, media=True, capacity=64, durable=False)
     for number, sample in enumerate(SAMPLES):
         writer.add_pack(sample.pack.tokens, sample.pack.label_mask, sample.pack.starts, media=sample.items)
@@ -53,7 +53,7 @@ def suspended(prefix: Path, flushed: int = 2) -> Path:
 
 
 def recovered(prefix: Path) -> int:
-    """How many packs are recovered, which are as they were added; 0 if there are none."""
+    """Return the number of recovered packs, after a check of their content."""
     try:
         count = recover(prefix).num_packs
     except SFTIndexError as error:
@@ -68,7 +68,7 @@ def recovered(prefix: Path) -> int:
 
 @pytest.mark.parametrize("name", ["items", "blobs", "packs", ".media.data", ".bin"])
 def test_packs_are_recovered_with_all_their_items_whatever_file_lost_its_end(tmp_path: Path, name: str) -> None:
-    """As after a power failure: of each file there is what was synced, and no file's end says anything of another's."""
+    """As after a power failure, each file has its synced part, independently of the others."""
     folder = suspended(tmp_path / "x")
     kept = tmp_path / "kept"
     shutil.move(folder, kept)
@@ -76,7 +76,7 @@ def test_packs_are_recovered_with_all_their_items_whatever_file_lost_its_end(tmp
     counts = []
     draw = random.Random(name)
     for size in sorted({0, 1, len(raw) - 1, len(raw), *draw.choices(range(len(raw)), k=25)}):
-        # Cut short, or long enough and never written; zeros may be tokens.
+        # Truncated, or of full length with unwritten zeros; zeros are valid tokens.
         for end in (b"", bytes(len(raw) - size)) if name != ".bin" else (b"",):
             for path in tmp_path.glob("x.*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -90,7 +90,7 @@ def test_packs_are_recovered_with_all_their_items_whatever_file_lost_its_end(tmp
 
 
 def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path) -> None:
-    """Also one that recovers fewer packs than were noted."""
+    """This includes a recovery of fewer packs than were logged."""
     for lost in (0, 40):
         kept = tmp_path / f"kept-{lost}"
         shutil.move(suspended(tmp_path / "x"), kept)
@@ -106,7 +106,7 @@ def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path) 
             shutil.copytree(kept, f"{prefix}.building")
             is_killed = killed_at(step, lambda prefix=prefix: recover(prefix))  # type: ignore[misc]
             if is_killed and Path(f"{prefix}.building").exists():
-                with contextlib.suppress(SFTIndexError):  # the last files of the folder were being removed
+                with contextlib.suppress(SFTIndexError):  # only the last files of the folder were left to remove
                     recover(prefix)
             assert seven_files(prefix) == wanted, step
             if not is_killed:
@@ -114,7 +114,7 @@ def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path) 
         assert step > 15
 
 
-# ---- every verb, killed at every step ----
+# ---- every command, killed at every step ----
 
 OLD = media_samples(21, 6)
 NEW = media_samples(22, 8)
@@ -122,7 +122,7 @@ Work = Callable[[Path], Any]
 
 
 def sources_in(folder: Path) -> Path:
-    """Shards that works read, and in ``left`` those that they replace."""
+    """Write the shards that the commands read and, in ``left``, the shards that they replace."""
     for name, samples in (("old", OLD), ("new", NEW)):
         write_media(folder / name, samples, capacity=64)
         write_samples(folder / f"{name}-text", [sample.pack for sample in samples], capacity=64)
@@ -131,7 +131,7 @@ def sources_in(folder: Path) -> Path:
 
 
 def works(sources: Path) -> dict[str, tuple[str | None, Work]]:
-    """What is done at ``folder / "x"``, and the shard in ``sources`` that was there before, if there was any."""
+    """Return functions that write ``folder / "x"``, each with the shard of ``sources`` to replace, if any."""
     new, text = str(sources / "new"), str(sources / "new-text")
 
     def written(prefix: Path) -> None:
@@ -171,7 +171,7 @@ def works(sources: Path) -> dict[str, tuple[str | None, Work]]:
 
 
 def put_before(sources: Path, before: str | None, folder: Path) -> None:
-    """What is at ``folder / "x"`` before a work, and a file that is somebody else's."""
+    """Put a shard at ``folder / "x"``, and a file of another program."""
     folder.mkdir(parents=True)
     (folder / "x.txt").write_text("not of the package")
     if before is None:
@@ -189,7 +189,7 @@ def put_before(sources: Path, before: str | None, folder: Path) -> None:
 
 
 def shards_in(folder: Path) -> dict[str, dict[str, bytes]]:
-    """The files of each shard that opens in a folder, by name; each is whole."""
+    """Return the files of each shard that opens in a folder, by name. Each must be complete."""
     found = {}
     for path in sorted(folder.glob("*.seq.idx")):
         name = path.name.removesuffix(".seq.idx")
@@ -203,7 +203,7 @@ def shards_in(folder: Path) -> dict[str, dict[str, bytes]]:
 @pytest.mark.parametrize("name", [*works(Path())])
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_a_step_the_old_shard_or_the_new_one_is_whole(tmp_path: Path, name: str, every: int) -> None:
-    """And the same command again gives what an undisturbed one does."""
+    """Running the command again gives the same result as without the kill."""
     sources = sources_in(tmp_path)
     before, work = works(sources)[name]
     put_before(sources, before, tmp_path / "calm")
@@ -227,7 +227,7 @@ def test_killed_at_a_step_the_old_shard_or_the_new_one_is_whole(tmp_path: Path, 
         if name == "remove":
             work(folder / "x")
         else:
-            with contextlib.suppress(SFTIndexError):  # of some work all is done but removing its folder
+            with contextlib.suppress(SFTIndexError):  # sometimes only the folder is left to remove
                 work(folder / "x")
         assert shards_in(folder) == new, step
         assert {path.name for path in folder.iterdir()} >= {path.name for path in (tmp_path / "calm").iterdir()}

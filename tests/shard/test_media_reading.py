@@ -1,4 +1,4 @@
-"""Images and audio of packs: every data set class gives them, by every backend, and reads no others for them."""
+"""Images and audio of packs: every data set class and backend returns them, and reads only what a pack needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megatron_sft_idx.storage.remote.msc import MultiStorage
 PATIENCE_SECONDS = 300
 BACKENDS = ["mmap", "pread", "reopen"]
 WAYS = [*BACKENDS, "bucket mmap", "bucket pread", "bucket reopen"]
-# Each takes the path of a shard, and the options of Shard.
+# Each function takes the path of a shard and the options of Shard.
 CLASSES: dict[str, Callable[..., Any]] = {
     "Shard": Shard,
     "SFTIndexedDataset": lambda path, **options: SFTIndexedDataset(str(path), **options),
@@ -56,7 +56,7 @@ CLASSES: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str, str]:
-    """The folder that is written to, where it is read, and the backend."""
+    """Provide the folder to write to, the path to read from, and the backend."""
     backend = request.param.removeprefix("bucket ")
     folder = tmp_path / "files"
     folder.mkdir()
@@ -112,7 +112,7 @@ def test_copies_hold_on_to_no_file(root: tuple[Path, str, str], kind: str) -> No
 def test_sets_have_the_key_where_the_shard_has_media(
     tmp_path: Path, backend: Any, mapped: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Small sets of many shards are read into memory: not where that would leave the media out."""
+    """Small sets of many shards are read into memory, but not if that would lose the media."""
     if not mapped:
         request.getfixturevalue("no_maps")
     samples = media_samples(3, 8)
@@ -147,7 +147,7 @@ def test_another_process_reads_the_same(root: tuple[Path, str, str], method: str
     write_media(folder / "x", samples)
     datasets = [make(f"{place}/x", backend=backend) for make in CLASSES.values()]
     for dataset in datasets:
-        dataset[0]  # a fork inherits what is open
+        dataset[0]  # a fork inherits open files
     with multiprocessing.get_context(method).Pool(1) as pool:
         for dataset in datasets:
             found = pool.apply_async(_items_of, (dataset, 4)).get(PATIENCE_SECONDS)
@@ -191,11 +191,11 @@ def test_an_item_that_cannot_be_one_is_an_error_with_its_place(
         read(opened, 1)
 
 
-# ---- what is read of the files ----
+# ---- bytes that are read ----
 
 
 class Touched(NamedTuple):
-    """Bytes of a file that were read: its suffix, and where they begin and end."""
+    """A range of bytes that was read: suffix of the file, start and end."""
 
     suffix: str
     begin: int
@@ -204,7 +204,7 @@ class Touched(NamedTuple):
 
 @contextmanager
 def touched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Touched]]:
-    """The ranges of ``.media.data`` and ``.media.items`` that are read by system calls, or requests to a store."""
+    """Provide the ranges of ``.media.data`` and ``.media.items`` read by system calls or requests to a store."""
     found: list[Touched] = []
 
     def note(path: str, begin: int, nbytes: int) -> None:
@@ -238,7 +238,7 @@ def bytes_in(ranges: list[Touched], suffix: str) -> set[int]:
 
 
 def own_bytes(items: bytes, pack: int) -> dict[str, set[int]]:
-    """The bytes of the two files that are about one pack, by what FORMAT.md says of the arrays."""
+    """Return the bytes of the two files that belong to one pack, computed from the arrays in FORMAT.md."""
     places, sizes = array_places(items), {"q": 8, "I": 4, "B": 1, "16s": 16}
 
     def entries(name: str, first: int, last: int) -> set[int]:
@@ -257,7 +257,7 @@ def own_bytes(items: bytes, pack: int) -> dict[str, set[int]]:
 
 
 def of_many_files(count: int = 24) -> list[MediaSample]:
-    """Packs with none, one and several items, also of files that a pack before has shown, and of one shown twice."""
+    """Return packs with none, one and several items, including files of earlier packs, and one file twice."""
     packs, known = [], list[bytes]()
     for number in range(count):
         files = [b"%d of %d " % (each, number) * (30 + number) for each in range(number % 4)]
@@ -271,7 +271,7 @@ def of_many_files(count: int = 24) -> list[MediaSample]:
 def test_a_cold_read_of_a_pack_touches_its_own_bytes_alone(
     root: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What maps bring in the kernel decides (test_media_writer.py)."""
+    """For maps, the kernel decides what is read (see test_media_writer.py)."""
     folder, place, backend = root
     samples = of_many_files()
     write_media(folder / "x", samples)
@@ -297,7 +297,7 @@ def test_a_cold_read_of_a_pack_touches_its_own_bytes_alone(
                 for entry in (0, count)
                 for byte in range(ends[name][0] + 8 * entry, ends[name][0] + 8 * entry + 8)
             }
-            # To open it, the header is read, by what a small request brings at once, and the ends of two arrays.
+            # Opening reads the header (at least one small request) and the ends of two arrays.
             behind = bytes_in(opened, ".media.items") - set(range(header_nbytes)) - at_ends
             assert not behind or (is_remote(place) and max(behind) < 16 << 10)
             own = own_bytes(items, index)

@@ -1,4 +1,4 @@
-"""Writing images and audio: what is refused leaves nothing, equal files are stored once, all readers agree."""
+"""Writing images and audio: rejected packs leave nothing, equal files are stored once, and all readers agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.shard import Shard, ShardWriter, media_writer, pack_log, writer
 
-# Items of a pack of two sequences, of five tokens and of three, and the rule that they break.
+# Rule, and items that break it in a pack of two sequences with five and three tokens.
 REFUSED: list[tuple[str, list[MediaItem]]] = [
     ("M6", [item_of("image", 4, 2)]),
     ("M6", [item_of("image", 0, 8)]),
@@ -46,7 +46,7 @@ TOKENS, MASK, STARTS = range(8), [0, 0, 1, 0, 0, 0, 0, 0], [0, 5]
 
 
 def assert_refused_and_gone(tmp_path: Path, samples: list[MediaSample], match: str, *pack: Any, **options: Any) -> None:
-    """A pack that is refused before, between and behind others leaves nothing."""
+    """Check that a rejected pack before, between and after others leaves nothing."""
     with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
         for count, sample in enumerate([*samples, None]):
             with pytest.raises(SequenceError, match=rf"pack {count}: .*{match}"):
@@ -121,7 +121,7 @@ def test_a_list_of_items_is_of_one_pack(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
         for lengths in ([], [1, 1]):
             arrays = np.zeros(len(lengths), int), np.zeros(len(lengths), int), np.zeros(len(lengths), int)
-            with pytest.raises(SequenceError, match="of one pack"):
+            with pytest.raises(SequenceError, match="of MediaItem objects"):
                 shard.add_packs(*arrays, lengths, [1] * len(lengths), media=[item_of("image", 0, 1)])
         assert shard.num_packs == 0
 
@@ -133,7 +133,7 @@ def test_an_error_names_the_pack_of_a_run_whose_item_is_wrong(
     monkeypatch.setattr(writer, "_LONG_RUN", long_run)
     items = Items(*(np.array(values) for values in ([0, 1], [1, 1], [1, 1], [0, 0])))
     media = RunMedia(np.array([1, 0, 1]), items, BlobsInMemory([b"x"]))
-    # The last one of three packs trains the label that is its item.
+    # The last of three packs trains a label that belongs to its item.
     mask = np.array([0, 0, 0, 0, 1, 0], np.uint8)
     run = PackRun(np.arange(6, dtype=np.uint16), mask, np.zeros(3, np.int64), np.full(3, 2), np.ones(3, np.int64))
     with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
@@ -200,13 +200,13 @@ def test_every_way_of_reading_gives_the_same_items(tmp_path: Path, seed: int) ->
             assert [as_plain(pack["media"]) for pack in each] == expected
         assert as_plain(shard[-1]["media"]) == expected[-1]
         packs = shard[:]
-        del shard  # what it gave stays
+        del shard  # returned views stay valid
         assert [as_plain(pack["media"]) for pack in pickle.loads(pickle.dumps(packs))] == expected
         assert [as_plain(pack["media"]) for pack in packs] == expected
 
 
 def test_small_runs_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files do not depend on how many packs, items and blobs are held at once."""
+    """Files do not depend on the number of packs, items and blobs in memory."""
     samples = media_samples(5, 60)
     write_media(tmp_path / "x", samples)
     for module, name, value in (
@@ -221,7 +221,7 @@ def test_small_runs_write_the_same_files(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_many_different_files_keep_their_numbers(tmp_path: Path) -> None:
-    """More than the table of hashes had room for at first."""
+    """There are more files than the initial table of hashes can hold."""
     count = 2500
     with ShardWriter(tmp_path / "x", media=True, durable=False) as shard:
         for number in [*range(count), *range(0, count, 7)]:
@@ -233,7 +233,7 @@ def test_many_different_files_keep_their_numbers(tmp_path: Path) -> None:
 
 
 def _mapped_nbytes(path: str) -> int:
-    """Bytes of a file's maps that this process has touched, or that the kernel mapped around those."""
+    """Return the resident bytes of a file's maps: touched bytes, and bytes that the kernel mapped around them."""
     total, is_of_file = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

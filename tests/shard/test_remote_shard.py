@@ -1,4 +1,4 @@
-"""Shards behind ``msc://``: opened, read, cached and checked as on disk, without a server."""
+"""Shards at ``msc://``: they are opened, read, cached and checked like local ones, without a server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def url(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def other_samples() -> list[Sample]:
-    """As long as the demo's, and no token is the same."""
+    """Return packs with the lengths of the demo's packs and other tokens."""
     return [Sample([token + 500 for token in pack.tokens], pack.mask, pack.starts) for pack in demo_samples()]
 
 
@@ -91,7 +91,7 @@ def _reads_all(shard: Any, packs: list[Sample], answers: Any) -> None:
 def test_another_process_reads_it_too(folder: Path, url: str, method: str) -> None:
     write_samples(folder / "x", demo_samples())
     shard = Shard(f"{url}/x")
-    assert_holds(shard, demo_samples())  # so that a fork inherits threads' and clients' remains
+    assert_holds(shard, demo_samples())  # so that a fork inherits threads and clients
     context = multiprocessing.get_context(method)
     answers = context.Queue()
     process = context.Process(target=_reads_all, args=(shard, demo_samples(), answers))
@@ -197,7 +197,7 @@ def test_a_shard_replaced_under_a_reader_is_an_error(folder: Path, url: str) -> 
     for _ in range(2):
         with pytest.raises(FormatError, match="replaced"):
             shard[0]
-    with pytest.raises(FormatError, match="this dataset was made from"):
+    with pytest.raises(FormatError, match="this dataset was opened with"):
         pickle.loads(state)[0]
 
 
@@ -230,7 +230,7 @@ def test_what_killed_processes_have_fetched_is_taken_by_the_next(folder: Path, u
 
 
 def test_a_shard_copied_onto_itself_keeps_its_files(folder: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_samples(folder / "x", demo_samples())  # whose objects have no checksums, so that nothing tells they are right
+    write_samples(folder / "x", demo_samples())  # its objects have no checksums, so they cannot be checked
     assert main(["copy", f"{url}/x", url + "/", "--overwrite"]) == 1
     assert "both SRC and DST" in capsys.readouterr().err
     assert_holds(Shard(f"{url}/x"), demo_samples())

@@ -1,4 +1,4 @@
-"""What a build notes of its packs, and what is left of one that was killed, failed or forked."""
+"""The log of a build's packs, and the remains of builds that were killed, failed or forked."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_unpublished_file_that_is_gone_is_made_anew_where_packs_do_not_need_i
 
 
 def run(program: str, *arguments: str, expected: int = 0) -> str:
-    """A fresh process; returns what it wrote to stderr."""
+    """Run a program in a new process and return its stderr."""
     source = "import sys; sys.path[:0] = ['.', 'tests']\n" + textwrap.dedent(program)
     done = subprocess.run(
         [sys.executable, "-c", source, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -186,12 +186,12 @@ def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path:
             states.append("none")
             if not replaces and not (folder / "x.bin").exists():
                 continue
-            # Once a file has its final name, or the old shard is gone, done.json says that all are complete.
+            # Once a file has its final name, or the old shard is gone, done.json exists.
             assert (folder / "x.building" / "done.json").exists()
             for suffix in SUFFIXES:
                 assert (folder / f"x{suffix}").exists() or (folder / "x.building" / suffix).exists()
-    # At least: the folder made; build.json and done.json synced and renamed; five files synced and renamed; what was
-    # noted, the lock and the folder removed; the folders synced. Where a shard is replaced, its .seq.idx is unlinked.
+    # At least these steps: create the folder; sync and rename build.json and done.json; sync and rename five files;
+    # remove the log, the lock and the folder; sync the folders. If a shard is replaced, its .seq.idx is unlinked.
     assert len(states) > (28 if replaces else 26)
     order = ["old", "none", "new"] if replaces else ["none", "new"]
     assert states == sorted(states, key=order.index)
@@ -199,7 +199,7 @@ def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path:
 
 
 def fail_at(suffix: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the file of this suffix fail to get its name, behind those that get theirs before it."""
+    """Make the rename of the file with this suffix fail, after the renames of earlier files."""
     put = building.move_into_place
 
     def failing(source: str, target: str, found: Any) -> None:
@@ -235,7 +235,7 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 def test_of_a_shard_that_lost_a_file_among_its_renames_no_more_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, replaces: bool
 ) -> None:
-    """The next writer must not let a mix of it and of the shard that it replaces appear, which may have equal sizes."""
+    """The next writer must not publish a mix of this build and the replaced shard, which may have equal sizes."""
     if replaces:
         write_samples(tmp_path / "x", demo_samples(3))
     fail_at(".loss.bin", KeyboardInterrupt(), monkeypatch)
@@ -270,7 +270,7 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    with pytest.raises(FormatError, match="another writer"):
+    with pytest.raises(FormatError, match="another process is writing"):
         ShardWriter(tmp_path / "x", overwrite=True)
     writer.add_pack([3, 4], [1, 0], [0])
     writer.finalize()
@@ -278,7 +278,7 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
 
 
 def test_a_fork_that_closes_late_takes_nothing_back(tmp_path: Path) -> None:
-    """Files reserve room on disk ahead of what is written, and give back what they do not need."""
+    """Files reserve disk space in advance, and release what they do not need."""
     ids, mask = np.arange(1, 300_001, dtype=np.int32), np.append(np.ones(299_999, np.uint8), 0)
     writer = ShardWriter(tmp_path / "x", durable=False)
     writer.add_pack(ids, mask, [0])
@@ -358,7 +358,7 @@ def test_of_a_complete_shard_that_lost_a_file_nothing_appears(
 
 @pytest.mark.parametrize("suffix", [".bin", ".seq.idx"])
 def test_rebuild_finishes_a_shard_of_which_a_file_has_both_of_its_names(suffix: str, tmp_path: Path) -> None:
-    """As a kill may leave it on a file system that renames by a second link."""
+    """A kill can leave this state on a file system that renames by a second link."""
     writer = ShardWriter(tmp_path / "x", durable=False)
     writer.add_pack([1, 2], [1, 0], [0])
     leave_complete(writer.finalize)

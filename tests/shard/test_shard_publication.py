@@ -1,4 +1,4 @@
-"""Publication: all at once or not at all, over nothing unasked, one writer a prefix."""
+"""Publication is atomic, replaces nothing without permission, and allows one writer per prefix."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
                         writer.add_pack([number] * 3, [0] * 3, [0])
                 winners.append(number)
             except Exception as error:
-                if not isinstance(error, FormatError) or "another writer" not in str(error):
+                if not isinstance(error, FormatError) or "another process is writing" not in str(error):
                     surprises.append(error)
 
     threads = [threading.Thread(target=build, args=(number,)) for number in range(8)]
@@ -140,7 +140,10 @@ _LOOKS = {name: getattr(os, name) for name in ("open", "lstat", "stat", "scandir
 
 
 def ends_before_look(first: ShardWriter, end: Callable[[ShardWriter], object], number: int, output: Path) -> bool:
-    """Begin a second writer, and end the first before its look of this number; False if it does not look so often."""
+    """Begin a second writer, and end the first before the second's look number ``number``.
+
+    Return False if there is none.
+    """
     num_looks = 0
 
     def before(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +218,7 @@ def test_a_removed_lock_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "open", open_then_finish)
     second.append(ShardWriter(tmp_path / "x", durable=False, overwrite=True))
-    with pytest.raises(FormatError, match="another writer"):
+    with pytest.raises(FormatError, match="another process is writing"):
         ShardWriter(tmp_path / "x", overwrite=True)
     second.pop().abandon()
     assert len(Shard(tmp_path / "x")) == 1
@@ -239,7 +242,7 @@ def test_what_is_in_the_place_of_the_building_folder_and_is_no_folder_is_refused
 ) -> None:
     put(tmp_path / "x.building")
     for attempt in (ShardWriter, find_remains, recover, partial(ShardWriter, overwrite=True)):
-        with pytest.raises(FormatError, match=r"x\.building: .* is here"):
+        with pytest.raises(FormatError, match=r"x\.building: .* exists at the path"):
             attempt(tmp_path / "x")
     assert folder_of(tmp_path) == ["x.building"]
 
@@ -282,18 +285,19 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
     writer.finalize()
     monkeypatch.undo()
     done = "x.building/done.json.tmp"
-    # Before a file is made, what might have its name is removed; and a replacing rename is a step of move_into_place.
+    # Before a file is created, an existing file of its name is removed; a replacing rename is a step of
+    # move_into_place.
     new = tuple(f"{step} x.building/." for step in ("unlink", "rename"))
     steps = [step for step in steps if step != f"unlink {done}" and not step.startswith(new)]
     assert steps[:-5] == [
         *(f"fsync x.building/{suffix}" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
-        # All is on disk before done.json says so, and done.json before the first change at the prefix.
+        # Everything is on disk before done.json, and done.json before the first change at the prefix.
         *(f"fsync {done}", f"rename {done}", "fsync x.building"),
         *["unlink x.seq.idx", "fsync ."] * replaces,
         *(f"move_into_place x.building/{suffix}" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
         *("fsync .", "move_into_place x.building/.seq.idx", "fsync ."),
     ]
-    # What was noted goes only when the new shard is on disk, and done.json last of it.
+    # The log is removed only when the new shard is on disk, and done.json is removed last.
     assert steps[-5:] == [
         *("unlink x.building/packs", "unlink x.building/build.json"),
         *("unlink x.building/done.json", "unlink x.building/lock", "rmdir x.building"),

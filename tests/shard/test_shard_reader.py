@@ -1,4 +1,4 @@
-"""Reading: exact, by views that outlive everything, from threads, forks and pickles."""
+"""Reading shards: exact values, views that stay valid, and use in threads, forks and after pickling."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_integer_is_an_index(shard: Shard, one: Any) -> None:
 
 
 def test_small_numpy_offsets_do_not_overflow(shard: Shard) -> None:
-    # Megatron's sample index is int32 and a shard may hold more tokens than that; int8 shows it in a small one.
+    # Megatron's sample index is int32, and a shard can have more tokens; int8 shows the same in a small shard.
     assert shard.token_offsets[-2] > 127
     assert shard.get(-1, np.int8(0), np.int8(1)).tolist() == PACKS[-1].tokens[:1]
     assert shard.get(-1, np.int8(1)).tolist() == PACKS[-1].tokens[1:]
@@ -118,7 +118,7 @@ def test_other_indices_are_type_errors(shard: Shard, index: Any) -> None:
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, None), (99, None), (0, 99), (0, -1), (2, 2**63), (-1, 1), (1, -1)])
 def test_a_range_outside_the_pack_is_an_index_error(shard: Shard, offset: int, length: Any) -> None:
-    with pytest.raises(IndexError, match="reach outside pack 3"):
+    with pytest.raises(IndexError, match="exceed pack 3"):
         shard.get(3, offset, length)
 
 
@@ -188,7 +188,7 @@ def test_an_open_shard_goes_on_reading_what_it_opened(tmp_path: Path, backend: A
     lazy = pickle.loads(pickle.dumps(shard))
     write_samples(tmp_path / "x", PACKS[::-1], overwrite=True)
     assert_holds(shard, PACKS)
-    with pytest.raises(FormatError, match="another shard was published over it"):
+    with pytest.raises(FormatError, match="another shard has replaced it"):
         lazy[0]
     write_samples(tmp_path / "x", PACKS, overwrite=True)
     assert_holds(lazy, PACKS)
@@ -199,7 +199,7 @@ def test_an_open_shard_goes_on_reading_what_it_opened(tmp_path: Path, backend: A
 def test_a_shard_replaced_while_it_is_opened_is_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, others: Any
 ) -> None:
-    """With equal sizes, nothing but the second look at the header can tell; other sizes are no damage."""
+    """With equal sizes, only the second read of the header can detect it; other sizes do not count as damage."""
     write_samples(tmp_path / "x", PACKS)
     write_samples(tmp_path / "y", others)
     opened = 0
@@ -213,7 +213,7 @@ def test_a_shard_replaced_while_it_is_opened_is_not_mixed(
         return open_array(path, *arguments, **options)
 
     monkeypatch.setattr(opening_module, "open_array", replacing)
-    with pytest.raises(FormatError, match="published here while it was opened"):
+    with pytest.raises(FormatError, match="published here during opening"):
         Shard(tmp_path / "x", backend=backend)
     assert_holds(Shard(tmp_path / "x", backend=backend), others)
 
@@ -249,7 +249,7 @@ def test_a_prefix_may_be_a_path_or_one_of_the_files(prefix: str) -> None:
 
 
 def test_only_one_suffix_is_taken_off(tmp_path: Path) -> None:
-    # No writer makes such a shard, but a shard may be renamed.
+    # No writer makes such a shard, but shards can be renamed.
     write_samples(tmp_path / "b", PACKS)
     for suffix in SUFFIXES:
         os.rename(tmp_path / f"b{suffix}", tmp_path / f"a.idx{suffix}")
@@ -262,9 +262,9 @@ def test_only_one_suffix_is_taken_off(tmp_path: Path) -> None:
     [
         ([], "check the prefix"),
         ([".bin", ".idx"], "stock Megatron dataset without loss masks"),
-        (SUFFIXES[:-1], "stock Megatron dataset without loss masks, or a shard copied in part"),
-        ([".building"], "a command was interrupted here, or is at work still"),
-        ([".bin", ".building"], "a command was interrupted here, or is at work still"),
+        (SUFFIXES[:-1], "stock Megatron dataset without loss masks, or an incomplete copy of a shard"),
+        ([".building"], "a command was interrupted here, or is still running"),
+        ([".bin", ".building"], "a command was interrupted here, or is still running"),
     ],
 )
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, word: str) -> None:

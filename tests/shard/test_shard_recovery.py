@@ -1,4 +1,4 @@
-"""A shard from what an interrupted build left: every complete pack, nothing else, whenever it was interrupted."""
+"""Recovery of an interrupted build: the shard has every complete pack and nothing else, whenever it was interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 
 
 def leave(prefix: Path, packs: Any, **options: Any) -> None:
-    """What a build leaves that is killed when these packs are noted, a block each."""
+    """Leave the files of a build that was killed after these packs were logged, one block per pack."""
     with ShardWriter(prefix, durable=False, **options) as writer:
         for pack in packs:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
@@ -125,7 +125,7 @@ def test_what_follows_the_last_complete_block_is_not_of_the_shard(tmp_path: Path
 def test_bytes_that_never_reached_the_disk_end_the_recovery(tmp_path: Path) -> None:
     packs = demo_samples(9)
     leave(tmp_path / "x", packs)
-    # A file system may give back zeros for what it had not written yet: starts of 0 break rule P3.
+    # A file system may return zeros for unwritten data; starts of 0 break rule P3.
     starts = np.fromfile(tmp_path / "x.building" / ".seq.bin", "<u4")
     starts[sum(len(pack.starts) for pack in packs[:6]) :] = 0
     starts.tofile(tmp_path / "x.building" / ".seq.bin")
@@ -154,7 +154,7 @@ def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces
         if (folder / "x.building").exists() and (remains := find_remains(folder / "x")) is not None:
             assert remains.num_packs in (0, len(packs))
             assert recover(folder / "x", overwrite=replaces).num_packs == len(packs)
-        else:  # only the folder was still to be removed
+        else:  # only the folder was left to remove
             assert states[-1] == "new"
             assert rebuild(folder / "x").note == "nothing to do"
         expected = expected or five_files(folder / "x")
@@ -230,7 +230,7 @@ def test_nothing_to_recover_is_said(tmp_path: Path) -> None:
     assert folder_of(tmp_path) == []
     with ShardWriter(tmp_path / "x") as writer:
         for act in (find_remains, recover):
-            with pytest.raises(FormatError, match="another writer"):
+            with pytest.raises(FormatError, match="another process is writing"):
                 act(tmp_path / "x")
         writer.abandon()
     leave(tmp_path / "x", [])

@@ -1,4 +1,4 @@
-"""Writing: exact, whatever form the arrays have, in bounded memory."""
+"""Writing shards: exact for arrays of any form, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_sft_idx.packs import run as run_module
 from megatron_sft_idx.shard import Shard, ShardWriter, pack_log
 from megatron_sft_idx.shard import writer as writer_module
 
-# ---- what is written is what is read ----
+# ---- read equals written ----
 
 
 @settings(max_examples=80, deadline=None)
@@ -150,7 +150,7 @@ def test_a_shard_without_its_checksums_is_not_added(tmp_path: Path, suffix: str,
     write_samples(tmp_path / "a", demo_samples(), mask_dtype=mask_dtype)
     path = tmp_path / f"a{suffix}"
     raw = bytearray(path.read_bytes())
-    raw[1 if suffix == ".loss.bin" else 0] ^= 1  # a weight that is as good as the other
+    raw[1 if suffix == ".loss.bin" else 0] ^= 1  # another valid weight
     path.write_bytes(raw)
     writer = ShardWriter(tmp_path / "x", mask_dtype=mask_dtype, durable=False)
     with pytest.raises(CorruptShardError, match=re.escape(f"{path}: ")) as caught:
@@ -177,7 +177,7 @@ def test_a_shard_with_a_pack_that_does_not_fit_leaves_the_packs_before_it(
     assert verify_shard(tmp_path / "x", full=True).ok
 
 
-# ---- what may be handed in ----
+# ---- accepted arguments ----
 
 EXPECTED = ([5, 6, 7, 8], [0, 1, 1, 0], [0, 1])
 FORMS: list[Callable[[list[int]], Any]] = [
@@ -243,7 +243,7 @@ def test_masks_may_be_booleans_or_floats(tmp_path: Path, mask: np.ndarray, dtype
         (0, [[5, 6], [7, 8]], "pack 0: tokens has shape (2, 2)"),
         (0, [5.0, 6.0, 7.0, 8.0], "pack 0: tokens has dtype float64; expected integers"),
         (0, [5, 6, 7, None], "pack 0: tokens has dtype object"),
-        (0, np.array([5, 6, 7, 2**63], np.uint64), "pack 0: tokens holds 9223372036854775808, far outside"),
+        (0, np.array([5, 6, 7, 2**63], np.uint64), "pack 0: tokens has 9223372036854775808, which is too large"),
         (0, [5, 6, 7, 2**64], "pack 0: tokens has dtype object"),
         (0, [True] * 4, "pack 0: tokens has dtype bool; expected integers"),
         (0, ["a", "b", "c", "d"], "pack 0: tokens has dtype <U1"),
@@ -307,7 +307,7 @@ def test_a_prefix_names_a_shard(prefix: str) -> None:
 
 
 def heap_of_adding(count: int, add: Callable[[int], None]) -> int:
-    """The most bytes of Python's heap while ``add`` is called, beyond what was held before."""
+    """Return the peak of Python's heap during calls of ``add``, minus the bytes in use before."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -361,7 +361,7 @@ def resident() -> int:
 
 
 def test_the_kernel_is_the_one_rule_book(tmp_path: Path) -> None:
-    """The stage takes arrays of several packs, so a wrong length array cannot reach past the tokens."""
+    """The kernel takes arrays of several packs, so a wrong length array must not reach past the tokens."""
     with ShardWriter(tmp_path / "x", durable=False) as writer, pytest.raises(SequenceError, match="tokens run out"):
         writer.add_packs([1, 2], [0, 0], [0], np.array([3]), np.array([1]))
     assert _native.PackStage.__module__ == "megatron_sft_idx._native"

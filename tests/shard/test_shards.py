@@ -1,4 +1,4 @@
-"""Many shards as one: found by name, indexed exactly, refused where they do not go together."""
+"""Many shards as one: finding them by name, exact indexing, and errors if they do not fit together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKS = demo_samples(23)
 
 
 def write(folder: Path, sizes: dict[str, int], **options: Any) -> list[Sample]:
-    """Shards of these sizes, cut from PACKS in order; returns the packs that were written."""
+    """Write shards of these sizes from PACKS, in order, and return the written packs."""
     done = 0
     for name, size in sizes.items():
         write_samples(folder / name, PACKS[done : done + size], **{"capacity": 64, **options})
@@ -66,7 +66,7 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
     write_samples(tmp_path / "x", demo_samples(1))
     (tmp_path / "x").mkdir()
     assert find_prefixes(tmp_path / "x") == [f"{tmp_path}/x"]
-    with pytest.raises(ShardNotFoundError, match="no shard of its own"):
+    with pytest.raises(ShardNotFoundError, match="directly contains no shard"):
         find_prefixes(f"{tmp_path}/x/")
     write_samples(tmp_path / "x/y", demo_samples(1))
     with pytest.raises(FormatError, match=r"name either .*x\.seq\.idx or .*x/"):
@@ -76,7 +76,7 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
 
 
 def test_a_lock_beside_a_folder_is_no_shard_with_its_name(tmp_path: Path) -> None:
-    """That of a command that writes several shards."""
+    """Commands that write several shards have such a lock."""
     write_samples(tmp_path / "x/y", demo_samples(1))
     (tmp_path / "x.building").mkdir()
     (tmp_path / "x.building" / "lock").touch()
@@ -110,7 +110,7 @@ def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> 
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ShardNotFoundError, match="holds no shard"):
+    with pytest.raises(ShardNotFoundError, match="contains no shard"):
         find_prefixes(tmp_path)
     with pytest.raises(ShardNotFoundError, match="no shard and no folder"):
         find_prefixes(tmp_path / "*.bin")
@@ -203,7 +203,7 @@ def test_shards_are_read_where_the_process_gets_no_more_maps(
         Shard(tmp_path / "a")
 
 
-# ---- what does not go together ----
+# ---- shards that do not fit together ----
 
 
 @pytest.mark.parametrize(
@@ -229,12 +229,12 @@ def test_shards_that_do_not_go_together(tmp_path: Path, first: Any, second: Any,
 def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_path: Path) -> None:
     write(tmp_path, {"a": 3}, capacity=64, pad_id=1)
     write(tmp_path, {"b": 3}, capacity=48)
-    write(tmp_path, {"empty": 0}, capacity=None)  # its capacity is that of its longest pack: 0
+    write(tmp_path, {"empty": 0}, capacity=None)  # its capacity is the length of its longest pack: 0
     assert len(ShardSet.open(tmp_path, same_capacity=False)) == 6
     assert len(ShardSet.open([tmp_path / "a", tmp_path / "empty"])) == 3
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "sub/..", "sub/", "./", ".bin", "..seq.idx"])
 def test_a_folder_is_no_prefix(name: str) -> None:
-    with pytest.raises(FormatError, match="not a prefix; name a shard inside a folder"):
+    with pytest.raises(FormatError, match="not a prefix; pass a shard inside a folder"):
         ShardPaths.of(name)

@@ -1,4 +1,4 @@
-"""What any writer publishes is what ``verify --full`` accepts, however the API is misused."""
+"""``verify --full`` accepts every published shard, even if the API is misused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(dtype: Any, given: Any, tmp_path
     shard = ShardWriter(tmp_path / "x", token_dtype=dtype, metadata=vocabulary(100))
     shard.add_pack([0, 99, 64, 5], [0, 1, 1, 0], [0])
     with pytest.raises(
-        SequenceError, match=r"pack 1: position 2 has id 100, the vocabulary has 100 tokens \(rule P9\)"
+        SequenceError, match=r"pack 1: position 2 has id 100, but the vocabulary has 100 tokens \(rule P9\)"
     ):
         shard.add_pack(tokens, [0, 1, 1, 0], [0])
     shard.abandon()
@@ -56,7 +56,7 @@ def test_long_runs_and_copies_of_shards_are_held_to_the_vocabulary_too(tmp_path:
             lambda to: to.add_shard(Shard(tmp_path / "x", backend="pread")),
             lambda to: to.add_pack(ids, np.zeros(len(ids), np.uint8), [0]),
         ):
-            refused = pytest.raises(SequenceError, match=r"id 999, the vocabulary has 999 tokens \(rule P9\)")
+            refused = pytest.raises(SequenceError, match=r"id 999, but the vocabulary has 999 tokens \(rule P9\)")
             with (
                 nullcontext() if is_good else refused,
                 ShardWriter(tmp_path / f"y{size}", overwrite=True, **options) as shard,
@@ -68,13 +68,13 @@ def test_long_runs_and_copies_of_shards_are_held_to_the_vocabulary_too(tmp_path:
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_conversions_hold_ids_to_the_vocabulary_that_the_source_names(name: str, tmp_path: Path) -> None:
-    """The source is of a writer that did not."""
+    """The source was written without this check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "vocab_size_of", lambda metadata: None)
         with ShardWriter(tmp_path / "x", metadata=vocabulary(5)) as shard:
             shard.add_pack([4, 5, 1], [1, 0, 0], [0])
     assert {finding.rule for finding in verify_shard(tmp_path / "x", full=True).findings} == {"P9"}
-    with pytest.raises(SequenceError, match=r"id 5, the vocabulary has 5 tokens \(rule P9\)"):
+    with pytest.raises(SequenceError, match=r"id 5, but the vocabulary has 5 tokens \(rule P9\)"):
         convert(str(tmp_path / "x"), str(tmp_path / "out"), name, ConvertOptions(lossy=True))
     assert not list(tmp_path.glob("out*"))
 
@@ -83,7 +83,7 @@ def test_the_vocabulary_is_known_before_the_first_pack(tmp_path: Path) -> None:
     shard = ShardWriter(tmp_path / "x")
     shard.add_pack([7, 8], [1, 0], [0])
     shard.metadata |= vocabulary(5)
-    with pytest.raises(SFTIndexError, match=r"tokenizer.vocab_size is 5 now, and ids were held to None"):
+    with pytest.raises(SFTIndexError, match=r"tokenizer.vocab_size is now 5, but ids were checked against None"):
         shard.finalize()
     assert os.listdir(tmp_path) == []
 
@@ -91,7 +91,7 @@ def test_the_vocabulary_is_known_before_the_first_pack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "rows", "message"),
     [
-        (SOURCE, [[0, 1], [2, 0]], r"sequence 1 is of file 2, expected less than 2 \(rule C9\)"),
+        (SOURCE, [[0, 1], [2, 0]], r"sequence 1 is from file 2, expected a number below 2 \(rule C9\)"),
         (PAIR, [[3, 0], [4, 1]], r"are \[\[3, 0\], \[4, 1\]\], expected \[n, 0\] and \[n, 1\] \(rule C10\)"),
         (PAIR, [[3, 1], [3, 0]], "rule C10"),
     ],
@@ -123,7 +123,7 @@ def test_half_a_pair_is_refused_where_the_shard_ends(tmp_path: Path) -> None:
 
 
 class Misuse:
-    """Draws arguments that are mostly right, and sometimes anything."""
+    """Draws arguments that are mostly right and sometimes random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -185,7 +185,7 @@ class Misuse:
 
 
 def attempt(seed: int, folder: Path) -> tuple[list[Path], int]:
-    """Prefixes of the shards that one random session has published, and how many calls were refused."""
+    """Run one random session. Return the prefixes of published shards, and the number of rejected calls."""
     draw, refused = Misuse(seed), 0
     prefix = folder / f"s{seed}"
     try:

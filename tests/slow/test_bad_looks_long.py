@@ -1,4 +1,4 @@
-"""Documents of a catalog that are torn at any byte, for everybody who looks at them."""
+"""Documents of a catalog that are torn at any byte, for all readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twenty drawn command lines of preprocess, printed as files of options and run again from these: the same bytes."""
+"""Twenty random command lines of preprocess give the same bytes when run again from their printed configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chats import CHATS, TOKENIZER, command, files_of
 
 pytestmark = pytest.mark.slow
 
-# Options that go together in any choice of one line from each.
+# One line of each list is chosen; all combinations are valid.
 CHOICES: list[list[list[object]]] = [
     [[], ["--packing", "sequential"], ["--packing", "none"], ["--packing-effort", "high"]],
     [["--earlier-reasoning", "drop"], ["--earlier-reasoning", "split"]],

@@ -1,4 +1,4 @@
-"""Converting takes the same memory for any amount of data, but for reading a pickled .npy."""
+"""Conversion needs the same memory for any amount of data, except for reading a pickled .npy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_sft_idx.shard import ShardWriter
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-LENGTH, PACKS = 4096, 25_000  # half a gigabyte: several times what is allowed
+LENGTH, PACKS = 4096, 25_000  # half a gigabyte: several times the limit
 MOST_HEAP = 256 << 20
 
-# Anonymous memory alone: pages of mapped files are the page cache's.
+# Only anonymous memory: pages of mapped files belong to the page cache.
 CONVERT = """
 import sys, threading, time
 from megatron_sft_idx.cli.main import main
@@ -41,7 +41,7 @@ print(code, peak[0] - before)
 
 
 def heap_of(*arguments: str) -> int:
-    """Bytes of heap that a conversion took at most, beyond its imports."""
+    """Return the peak heap of a conversion in bytes, without its imports."""
     command = [sys.executable, "-c", CONVERT, "convert", *arguments, "--log-interval", "0", "--overwrite"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     code, heap = run.stdout.splitlines()[-1].split()
@@ -79,7 +79,7 @@ def test_a_pickled_npy_is_written_in_bounded_memory(tmp_path: Path, shard: Path)
 
 
 def test_long_packs_take_no_more(tmp_path: Path) -> None:
-    """A row group is held whole while it is encoded, and a thousand long packs are a large one."""
+    """A whole row group is in memory during encoding, and a thousand long packs are a large one."""
     long = write_shard(tmp_path / "x", 32_768, 800)
     there = heap_of(str(long), str(tmp_path / "y"), "--to", "parquet")
     again = heap_of(str(tmp_path / "y"), str(tmp_path / "z"), "--to", "sft-idx")

@@ -1,4 +1,4 @@
-"""The whole table of hostile paths, some of it as processes; two of each verb at once; three hundred kills."""
+"""The whole table of hostile paths, partly in processes; two of each command at once; three hundred kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 WRITING = [Recipe(text) for text in RECIPES if "[" in text or "create" in text]
 PROCESSES, ROUNDS, KILLS = 240, 10, 300
-# What is killed most often; preprocess has a test of its own, and is killed here too.
+# Commands to kill; preprocess also has a separate test.
 KILLED = (
     "convert",
     "copy",
@@ -56,7 +56,7 @@ def test_the_whole_table(world: World, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def as_process(world: World, cell: Cell) -> Outcome:
-    """A cell's command as a process of its own, in the working folder."""
+    """Run a cell's command in a separate process, in the working folder."""
     try:
         done = subprocess.run(
             [os.fsencode(word) for word in (sys.executable, "-m", "megatron_sft_idx", *cell.argv())],

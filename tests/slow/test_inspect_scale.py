@@ -1,4 +1,4 @@
-"""Inspecting a million packs takes bounded memory and makes a small page."""
+"""``inspect`` of a million packs needs bounded memory and makes a small page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grown(*arguments: object) -> int:
-    """KiB by which the process grew; what the command prints is thrown away."""
+    """Return the growth of the process in KiB; the command's output is discarded."""
     quiet = INSPECT.replace("main([", "sys.stdout, out = open('/dev/null', 'w'), sys.stdout; main([")
     return measure(quiet.replace("print(", "sys.stdout = out; print("), *map(str, arguments))[0]
 

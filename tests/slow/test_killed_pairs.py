@@ -1,4 +1,4 @@
-"""Any work at a prefix, killed at any step, then any other: each shard that opens there is one of the whole ones."""
+"""Kill any command at any step, then run any other at the prefix: shards that open there are always complete."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from megatron_sft_idx.shard.media_reader import MediaItem
 pytestmark = pytest.mark.slow
 
 CHAINS = 200
-NAME = "x-00000-of-00002"  # an output of the split, too
+NAME = "x-00000-of-00002"  # also an output of the split
 Files = dict[str, bytes]
 
 
 def files_of(prefix: Path) -> Files:
-    """The bytes of a shard, of its columns, and of its images and audio, by suffix."""
+    """Return the bytes of a shard, its columns, and its images and audio, by suffix."""
     media = {suffix: Path(f"{prefix}{suffix}") for suffix in MEDIA_SUFFIXES}
     return files_of_text(prefix) | {suffix: path.read_bytes() for suffix, path in media.items() if path.exists()}
 
 
 def make_sources(folder: Path) -> None:
-    """Shards whose files have the same sizes. Masks and columns of ``masked`` differ, columns of ``named``."""
+    """Write shards with files of equal sizes. ``masked`` has other masks and columns, ``named`` has other columns."""
     grade = {"grade": ColumnSpec("pack", "u1")}
     packs = demo_samples()
     masked = [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in packs]
@@ -52,7 +52,7 @@ def make_sources(folder: Path) -> None:
         write_columned(folder / name, samples, {} if name == "other" else grade)
         for column in ("late", "note") if name != "other" else ():
             write_column(folder / name, column, np.full(len(packs), number, "u1"), per="pack")
-    # The same packs with images, and with others of the same sizes.
+    # The same packs with images, and with other images of the same sizes.
     for number, name in enumerate(("shown", "altered")):
         write_media(folder / name, [MediaSample(pack, [_image(pack, number)]) for pack in packs])
 
@@ -62,7 +62,7 @@ def _image(pack: Sample, number: int) -> MediaItem:
 
 
 def works(sources: Path) -> dict[str, Callable[[Path], Any]]:
-    """What may be done at a prefix; all but the last three make a shard, whatever is there."""
+    """Return the commands to run at a prefix. All except the last three make a shard in any state."""
     copies = {
         name: lambda target, name=name: copy_shard(str(sources / name), str(target), overwrite=True)
         for name in ("one", "masked", "named", "other", "shown", "altered")
@@ -105,7 +105,7 @@ def test_whatever_is_killed_and_whatever_follows(tmp_path: Path, capsys: pytest.
             step = chance.randrange(60)
 
             def work(name: str = name, target: Path = target) -> None:
-                with contextlib.suppress(SFTIndexError):  # what cannot be done here is refused
+                with contextlib.suppress(SFTIndexError):  # impossible work is an error
                     todo[name](target)
 
             is_killed = killed_at(step, work)
@@ -113,7 +113,7 @@ def test_whatever_is_killed_and_whatever_follows(tmp_path: Path, capsys: pytest.
             trail.append(f"{name} {step if is_killed else 'done'}")
             is_there = all(Path(f"{target}{suffix}").exists() for suffix in SUFFIXES)
             if is_there and trail[0] == "lacks .media.items" and not Path(f"{target}.media.items").exists():
-                is_there = Path(f"{target}.seq.idx").read_bytes() != made["shown"][".seq.idx"]  # as it was
+                is_there = Path(f"{target}.seq.idx").read_bytes() != made["shown"][".seq.idx"]  # unchanged
             if is_there and opens(target):
                 left = files_of(target)
                 if "attach" in str(trail):

@@ -27,12 +27,12 @@ def test_five_hundred_kills(
     attempt = 0
     while kills.total() < KILLS:
         attempt += 1
-        # Worker processes take seconds to begin: one run in ten has them.
+        # Only one run in ten has worker processes, because they take seconds to start.
         workers = 2 if attempt % 10 == 0 else 0
         case = cases[workers]
         prefix = case.folder / str(attempt) / "x"
         more = False
-        # Every third run is killed again while it goes on, up to four times.
+        # Every third run is killed again during its resumption, up to four times.
         for _ in range(1 + (attempt % 3 == 0) * chance.randrange(1, 5)):
             if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda: case.run(prefix)):  # noqa: B023
                 break

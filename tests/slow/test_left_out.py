@@ -1,4 +1,4 @@
-"""``make test`` names what it leaves out, whichever processes collected it."""
+"""``make test`` reports the tests that it leaves out, for any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live run that ends early goes on with another number of ranks: every row once, whichever rank it falls to."""
+"""A live run that ends early is resumed with another number of ranks: every row comes once, on any rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ranks_come_and_go(before: int, after: int, window: int, tmp_path: Path)
     common = options(data, *ends, "--save", checkpoints, "--save-interval", SAVED)
     with producer(data, [pack(i) for i in range(ROWS)], samples_per_chunk=LINES, seconds_per_line=0.1) as process:
         first = train(tmp_path, "first", before, common, kill_at=4 // before * SAVED + 1)
-        # Some rows were trained on after the checkpoint: they are to come again.
+        # Some rows were trained on after the checkpoint; they must come again.
         rows_saved = 4 // before * SAVED
         assert all(len(rows) == rows_saved + 2 for rows in first.rows)
         again = train(tmp_path, "again", after, [*common, "--load", str(checkpoints)])
@@ -48,7 +48,7 @@ def test_ranks_come_and_go(before: int, after: int, window: int, tmp_path: Path)
 
 
 def test_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
-    """What a user sees of a torn chunk: no traceback, but a path and what to do."""
+    """A torn chunk gives no traceback, but a path and a remedy."""
     with producer(tmp_path, [pack(i) for i in range(7)], samples_per_chunk=3, die_in=4) as process:
         process.wait(PATIENCE)
     script = Path(__file__).parents[2] / "tools/pretrain_sft.py"
@@ -63,4 +63,4 @@ def test_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "chunk_00001.jsonl" in last, json.dumps(done.stderr[-3000:])
-    assert "ends in the middle of a line" in last
+    assert "ends with an incomplete line" in last

@@ -1,4 +1,4 @@
-"""A thousand ranks and a hundred thousand shards: jobs of several sizes follow one another, each pack comes once."""
+"""Jobs of several sizes follow one another on a thousand ranks and a hundred thousand shards; each pack comes once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_sft_idx.live.live_walk import OwnPacks
 pytestmark = pytest.mark.slow
 
 SHARDS = 100_000
-# How many ranks each job has, and how many packs each of them reads; the last job goes to the end.
+# Number of ranks of each job, and of packs per rank; the last job runs to the end.
 JOBS = ((1000, 64), (700, 48), (1000, 80), (1, 32_000), (999, 10**9))
 
 
 def test_every_pack_comes_once_and_completed_shards_were_read() -> None:
     counts = np.random.default_rng(5).integers(0, 6, SHARDS)
-    # The packs of all shards are numbered one after the other; here begin those of each shard.
+    # All packs are numbered consecutively; these are the first numbers of each shard.
     begins = np.concatenate([[0], np.cumsum(counts)])
     shards = MemoryShards(counts.tolist())
     times_read = np.zeros(begins[-1], np.int64)
@@ -49,7 +49,7 @@ def test_every_pack_comes_once_and_completed_shards_were_read() -> None:
 
 
 def test_ranks_find_the_same_end_by_themselves() -> None:
-    """Each counts the packs of all ranks; a few ranks stand for the thousand."""
+    """Each rank counts the packs of all ranks; a few ranks represent the thousand."""
     counts = np.random.default_rng(6).integers(0, 6, SHARDS).tolist()
     most = max(sum(counts[rank::1000]) for rank in range(1000))
     for rank in (0, 1, 500, 999):

@@ -1,4 +1,4 @@
-"""Real calls that last: packing of tens of millions of sequences, and a checksum of a large file."""
+"""Signals during real long calls: packing of tens of millions of sequences, and a checksum of a large file."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def test_a_long_call_ends_within_seconds(tmp_path: Path, work: str, sent: signal
         said = ended_within(process, 60)
     assert time.monotonic() - begin < 8
     assert "ended" not in said
-    assert process.returncode in (128 + sent, -sent)  # without the program around it Ctrl-C is Python's own
+    assert process.returncode in (128 + sent, -sent)  # without the program, Ctrl-C is Python's default

@@ -1,4 +1,4 @@
-"""``PackedShard`` on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
+"""``PackedShard`` with an older Megatron-Bridge's packed data set and collate function, taken from its wheel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from test_bridge_collate import expected, trained
 
 pytestmark = pytest.mark.slow
 
-# The last release that does not ask for Python 3.12; this part of it is the same since.
+# The last release that does not require Python 3.12; this part has not changed since.
 WHEEL = "megatron-bridge==0.3.1"
-# Their __init__ would import models, which need a GPU's kernels: the packages are made bare, their modules are theirs.
+# Their __init__ would import models, which need GPU kernels, so it is replaced; their modules are unchanged.
 PACKAGES = ("", "data", "data.datasets", "training", "training.tokenizers", "training.utils", "utils")
 
-# What Megatron-Bridge's recipes pass, of which packed data uses the length alone.
+# Options that Megatron-Bridge's recipes pass. Packed data uses only the length.
 THEIR_OPTIONS = {
     "max_seq_length": 64,
     "prompt_template": "{input} {output}",
@@ -33,7 +33,7 @@ THEIR_OPTIONS = {
 
 @pytest.fixture
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``megatron.bridge``, to import from."""
+    """Make ``megatron.bridge`` importable."""
     pytest.importorskip("datasets", reason="Megatron-Bridge's data sets need it: pip install datasets")
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--ignore-requires-python"]
     if subprocess.run([*pip, "--dest", str(tmp_path), WHEEL], capture_output=True, check=False).returncode:

@@ -1,4 +1,4 @@
-"""A limit smaller than the shard is felt: the second epoch reads the disk again."""
+"""With a memory limit smaller than the shard, the second epoch reads the disk again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows are skipped, and what is trained of the others, depends on the row alone, on no place and no workers."""
+"""Whether a row is skipped, and its trained tokens, depend only on the row, not on its place or on workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ROWS = 30_000
 
 
 def rows() -> list[dict[str, Any]]:
-    """Rows of many structures: words that calls repeat and the template drops, quotes of the template, parts."""
+    """Return rows of many structures: words that calls repeat or the template drops, quotes of the template, parts."""
     words = random.Random(0)
     made = []
     for number in range(NUM_ROWS):
@@ -41,7 +41,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def outcome(folder: Path, order: list[int], made: list[dict[str, Any]], workers: int) -> tuple[Any, Any]:
-    """The bytes of a shard of rows in this order; and for each row its ids and mask, or None where it was skipped."""
+    """Return the bytes of a shard of rows in this order, and for each row its ids and mask, or None if skipped."""
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(made[number]) + "\n" for number in order))
     prefix = folder / "x"

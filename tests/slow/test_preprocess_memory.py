@@ -1,4 +1,4 @@
-"""The disk space and memory of ``preprocess`` are what the README says."""
+"""The disk space and memory of ``preprocess`` agree with the README."""
 
 from __future__ import annotations
 

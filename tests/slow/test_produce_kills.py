@@ -1,6 +1,6 @@
-"""A producer killed at every single step of what changes the catalog, and at a hundred random moments.
+"""A producer killed at every step that changes the catalog, and at a hundred random moments.
 
-Some five minutes on two cores: every kill is followed by a run that must end byte-identical.
+This takes about five minutes on two cores, because every kill is followed by a run with byte-identical result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Production:
     return Production(tmp_path)
 
 
-# What publishes is the same for all; what differs, the reading, is one step of many for each file.
+# Publication is the same for all kinds of input; only reading differs, which is one of many steps per file.
 @pytest.mark.parametrize(("source", "stride"), [("--input", 1), ("--watch", 3), ("-", 3)])
 def test_every_step(production: Production, capsys: pytest.CaptureFixture[str], source: str, stride: int) -> None:
     step = 0

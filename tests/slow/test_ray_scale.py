@@ -1,4 +1,4 @@
-"""200,000 chats, here with one and two workers and on a cluster that loses a process and a node: the same bytes."""
+"""200,000 chats give the same bytes with one and two workers, and on a cluster that loses a process and a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDS = 4
 
 
 def write_chats(path: Path) -> None:
-    """Chats of one question and one answer, cut from the bundled ones: some 500 bytes each."""
+    """Write chats of one question and one answer, taken from the bundled ones, of about 500 bytes each."""
     rng = random.Random(7)
     chats = (json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines())
     texts = [str(turn.get("content") or "") for chat in chats for turn in chat.get("messages", [])]

@@ -1,4 +1,4 @@
-"""Memory at the size of real corpora, in processes of their own."""
+"""Memory use at the size of real corpora, in separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def measure(program: str, *arguments: str) -> list[int]:
-    """Numbers that a program prints, run from the checkout."""
+    """Run a program from the checkout and return the numbers that it prints."""
     source = "import sys; sys.path.insert(0, '.')\n" + program
     done = subprocess.run(
         [sys.executable, "-c", source, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -26,7 +26,7 @@ def measure(program: str, *arguments: str) -> list[int]:
 
 
 def write_many(prefix: Path, packs: int, *, length: int = 3) -> None:
-    """Equal packs of one sequence, a million at once."""
+    """Write equal packs of one sequence, a million at a time."""
     with ShardWriter(prefix, token_dtype=np.uint16, durable=False) as writer:
         for first in range(0, packs, 10**6):
             count = min(10**6, packs - first)
@@ -117,7 +117,7 @@ print(peak() - before)
 
 
 def leave_many(prefix: Path, packs: int) -> None:
-    """What is left of a build of many small packs that is interrupted."""
+    """Leave an interrupted build of many small packs."""
     writer = ShardWriter(prefix, token_dtype=np.uint16, durable=False)
     for _ in range(0, packs, 10**4):
         ones = np.ones(10**4, np.int64)

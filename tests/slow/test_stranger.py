@@ -1,4 +1,4 @@
-"""A stranger clones the repository and pastes the README, then the pages, each line as it stands."""
+"""A new user clones the repository and pastes the README and then the pages, line by line."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def test_the_readme_in_a_clean_clone(tmp_path: Path, install: str) -> None:
         pytest.skip("not a git checkout, so there is nothing to clone")
     pages = [blocks_of(page) for page in PAGES]
     blocks = [block for page in pages for block in page]
-    # A stranger's environment has nothing of this run's. Of the test suite, which takes its time and is at work
-    # already, one module is enough to see that `make test` runs.
+    # The environment has no variables of this test run. One test module is enough to show that `make test` works; the
+    # whole suite would take too long.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("PY")}
     environment["PYTEST_ADDOPTS"] = "tests/project/test_house.py"
     pasted = [block for block in blocks if block.kind in {*RUN, "sh install", "sh slow", "sh ray"}]
-    if "--editable" in install:  # the commands that are quick, by the package that is compiled in the clone
+    if "--editable" in install:  # runs the quick commands with the package compiled in the clone
         pasted = [block for block in pasted if block.kind in RUN or "pip install" in block.text]
         pasted = [replace(block, text=block.text.replace(" '.[", " --editable '.[")) for block in pasted]
     said = paste(pasted, folder, environment, 3600)
     wrong = [complaint(shown, said[block]) for page in pages for block, shown in outputs(page) if block in said]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
-    # `make` compiles in the clone as well; what pip installed without --editable lies elsewhere.
+    # `make` compiles in the clone; a package installed by pip without --editable is elsewhere.
     assert list(folder.glob("megatron_sft_idx/_native.*.so"))

@@ -1,4 +1,4 @@
-"""The search of test_chat_template_search, twenty thousand cases long."""
+"""The search of test_chat_template_search with twenty thousand cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full verification's heap does not grow with the shard: with packs, with sequences, with one pack of everything."""
+"""The heap of a full verification does not grow with the number of packs, of sequences, or the size of one pack."""
 
 from __future__ import annotations
 

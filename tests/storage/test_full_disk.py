@@ -1,4 +1,4 @@
-"""A disk that is full, over quota or read-only, for real: a clear error, nothing published, all space given back."""
+"""Disks that are really full, over quota or read-only: a clear error, nothing is published, and space is freed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAPACITY = 256
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unpacked shard whose files take some pages each."""
+    """Provide an unpacked shard with files of some pages each."""
     prefix = tmp_path_factory.mktemp("corpus") / "c"
     write_samples(prefix, unpacked_samples())
     return prefix
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with images, most of them different ones."""
+    """Provide the same with images, mostly different ones."""
     prefix, draw = tmp_path_factory.mktemp("shown") / "c", random.Random(0)
     files = [draw.randbytes(draw.randrange(1, 400)) for _ in range(300)]
     write_media(
@@ -60,13 +60,13 @@ def pack(corpus: Path, prefix: Path, *more: object) -> tuple[int, str]:
 
 
 def sweep(disk: Path, needed: int, steps: int) -> list[int]:
-    """Free bytes to try, from none to just short of what is needed."""
+    """Return numbers of free bytes to try, from none to almost enough."""
     pages = -(-needed // PAGE_NBYTES)
     return sorted({PAGE_NBYTES * (pages * step // steps) for step in range(steps)})
 
 
 def readable_by_all(corpus: Path, disk: Path) -> Path:
-    """A copy of the corpus on the disk; and by packing it once, all is imported that another user may not read."""
+    """Copy the corpus to the disk. Packing it once imports all modules, which another user may not be able to read."""
     assert pack(corpus, disk / "warm")[0] == 0
     copy = disk / "corpus"
     for suffix, data in five_files(corpus).items():
@@ -81,11 +81,11 @@ def test_packing_onto_a_disk_that_fills_up_at_every_point(
     source: str, fails_at: tuple[str, ...], disk: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     corpus = request.getfixturevalue(source)
-    # Others fill the disk after it was found to have room.
+    # Other programs fill the disk after the check for space.
     monkeypatch.setattr(destination, "require_space", lambda *_: None)
     empty = free_nbytes(disk)
     assert pack(corpus, disk / "x")[0] == 0
-    # Until the end, the logs and two small files lie next to the shard's.
+    # Until the end, the logs and two small files are next to the shard's files.
     needed = empty - free_nbytes(disk) + (8 if source == "corpus" else 14) * PAGE_NBYTES
     wanted = {path.name: path.read_bytes() for path in disk.iterdir()}
     for path in disk.iterdir():
@@ -128,7 +128,7 @@ def test_preprocessing_onto_a_full_disk(tmp_path: Path, disk: Path, workers: int
     outcomes = set()
     assert command("preprocess", *arguments, "--output-prefix", tmp_path / "x").code == 0
     needed = sum(map(len, files_of(tmp_path / "x").values()))
-    # Twice that is needed at once: the tokenised corpus, and the packs made of it.
+    # Twice the space is needed: for the tokenised corpus and for the packs.
     for left in sweep(disk, 2 * needed, 8 if workers == 0 else 1):
         with filled(disk, left):
             before = free_nbytes(disk)
@@ -137,7 +137,7 @@ def test_preprocessing_onto_a_full_disk(tmp_path: Path, disk: Path, workers: int
             assert f"error: {disk}/x" in done.err
             assert "No space left on device" in done.err
             assert "Traceback" not in done.err
-            # Hours of tokenising are not thrown away: where all parts are whole they stay, and the error says so.
+            # Hours of tokenizing are not lost: complete parts stay, and the error reports that.
             kept = [disk / "x.building"] if f"kept in {disk}/x.building" in done.err else []
             assert sorted(disk.iterdir()) == [disk / "ballast", *kept]
             for folder in kept:
@@ -166,7 +166,7 @@ def test_a_quota_is_an_error_like_a_full_disk(corpus: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 1000, 8192, 20_000])
 def test_a_file_size_limit_cuts_a_write_short_and_ends_the_build(corpus: Path, tmp_path: Path, limit: int) -> None:
-    """The kernel takes a part of the last write, which is an ordinary short write, and refuses the next one."""
+    """The kernel accepts part of the last write (a short write) and rejects the next one."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -1,4 +1,4 @@
-"""Outputs that are killed at every step: they leave one folder, which the same command takes over, and nothing else."""
+"""Writers killed at every step leave only one folder, and the same command finishes the work."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_sft_idx.storage.publish import Kind, head_of
 
 OURS = b"ours "
 THING = Kind("a thing of tests", lambda path: head_of(path, len(OURS)) == OURS)
-# Names that unfinished work had before it had a folder; here a user gave them, also to data of ours.
+# Names that unfinished work had in earlier designs; here they belong to a user's files, also in our formats.
 NOTES = (".out.tmp", ".out.parquet.tmp", "out.tmp", ".out.0123456789abcdef.tmp")
 
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process wrote before it was killed is there, synced or not. Syncing is a step to be killed at still."""
+    """Skip waiting for the disk, because a kill does not lose written data. Syncs still count as steps."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def content(path: Path) -> object:
-    """What is at a path: bytes of a file, or of each file in a folder; None for nothing."""
+    """Return the content at a path: bytes of a file, or of each file in a folder; None if there is nothing."""
     if path.is_dir():
         return {entry.name: entry.read_bytes() for entry in path.iterdir()}
     return path.read_bytes() if path.exists() else None
@@ -56,7 +56,7 @@ def test_a_conversion_killed_at_any_step_is_taken_over(tmp_path: Path, to: str, 
         folder = tmp_path / f"{step}"
         folder.mkdir()
         out = folder / "out"
-        # Even data of this package, which a rule about names and content would take for a leftover.
+        # Even data of this package, which could be mistaken for a leftover by name and content.
         for name in NOTES:
             (folder / name).write_bytes(data)
         if overwrite:
@@ -73,7 +73,7 @@ def test_a_conversion_killed_at_any_step_is_taken_over(tmp_path: Path, to: str, 
             if (folder / "out.building" / "done.json").exists():
                 found_whole += 1
             if content(out) == new and not overwrite and not (folder / "out.building/done.json").exists():
-                with contextlib.suppress(FormatError):  # nothing tells any more that it was killed
+                with contextlib.suppress(FormatError):  # the kill leaves no trace
                     work()
             else:
                 work()

@@ -1,4 +1,4 @@
-"""After a power failure, where only what was synced is left: the old shard or the new one, and a way on."""
+"""After a power failure that keeps only synced data, the old or the new shard is there, and work can continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(prefix: Path, packs: list[Sample], **options: Any) -> None:
 
 
 def write_shown(prefix: Path, packs: list[Sample], **options: Any) -> None:
-    """With an image in every other pack, of a few files."""
+    """Write packs with an image in every other pack, from a few files."""
     shown = [item_of("image", 0, 1, b"image %d" % (number % 5)) for number in range(len(packs))]
     samples = [
         MediaSample(pack, [item] if len(pack.tokens) % 2 else []) for pack, item in zip(packs, shown, strict=True)
@@ -73,7 +73,7 @@ def test_only_what_was_synced(
     elif work is not build:
         write(root / "x", OLD)
     old = files_in(root)
-    # On one disk, files keep their inodes through a power failure.
+    # On a real disk, files keep their inodes during a power failure.
     kept.mkdir()
     inodes = {os.stat(root / name).st_ino: kept / name for name in old}
     for name in old:

@@ -1,4 +1,4 @@
-"""Shards read by every backend: the same packs in any order, and what each does to memory."""
+"""Every read backend returns the same packs in any order; and the memory use of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A shard of 64 packs of 8192 tokens: 2 MiB of tokens, on disk."""
+    """Provide a shard of 64 packs of 8192 tokens: 2 MiB of tokens, on disk."""
     prefix = str(tmp_path_factory.mktemp("large") / "x")
     rng = np.random.default_rng(3)
     with ShardWriter(prefix, token_dtype=np.int32, capacity=8192) as writer:
@@ -88,7 +88,7 @@ def test_sets_and_datasets_of_several_shards_read_the_same(
         dataset.schedule(wanted)
         for i in wanted:
             assert_is(dataset[i], expected[i])
-    with pytest.raises(IndexError, match="pack 9, there are 9"):
+    with pytest.raises(IndexError, match="no pack 9; the number of packs is 9"):
         open_dataset(tmp_path, **way).schedule([9])
 
 
@@ -151,11 +151,11 @@ def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[
     write_samples(tmp_path / "x", demo_samples(3))
     shard = Shard(tmp_path / "x", **way)
     for missing in (3, -4):
-        with pytest.raises(IndexError, match=f"x: pack {missing}, there are 3"):
+        with pytest.raises(IndexError, match=f"x: there is no pack {missing}; the"):
             shard.schedule([0, missing])
     with pytest.raises(IndexError):
         shard.willneed(0, 4)
-    with pytest.raises(IndexError, match="x: packs -1 to 2, there are 3"):
+    with pytest.raises(IndexError, match="x: packs -1 to 2 requested, but there are 3"):
         shard.willneed(-1, 2)
     shard.schedule([])
     shard.schedule(np.array([-1, 2], np.int8))
@@ -192,7 +192,7 @@ def test_what_no_memory_holds_is_an_error_with_the_path(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(8))
     array = PreadArray(str(tmp_path / "x"), np.dtype(np.uint8), 8, 0)
-    folder = os.open(tmp_path, os.O_RDONLY)  # what is read of it is an error of the system's
+    folder = os.open(tmp_path, os.O_RDONLY)  # reading it is an error of the system
     try:
         os.dup2(folder, array._fd)
         with pytest.raises(IsADirectoryError) as caught:
@@ -219,18 +219,18 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
     assert array[:].tobytes() == b"12345678"
 
 
-# ---- what the machine holds ----
+# ---- memory use ----
 
 
 def resident(prefix: str) -> int:
-    """Bytes of the token file in the page cache."""
+    """Return the bytes of the token file in the page cache."""
     tokens = Shard(prefix).files.tokens
     assert isinstance(tokens, np.ndarray)
     return _native.resident_nbytes(tokens)
 
 
 def require_droppable(folder: Path) -> None:
-    """Skip where the file system keeps pages that nobody uses, as tmpfs does: they have no other place."""
+    """Skip if the file system keeps unused pages in memory, like tmpfs, which has no other storage."""
     file = folder / "probe"
     file.write_bytes(bytes(16 * PAGE))
     with file.open("rb") as opened:
@@ -249,7 +249,7 @@ def test_dontneed_drops_what_is_mapped_from_the_page_cache(large: str) -> None:
     total = sum(int(pack["input_ids"].sum()) for pack in shard)
     nbytes = resident(large)
     assert nbytes == 2 << 20
-    # Neither half of it is enough: pages that are mapped stay, and so do pages that are only unmapped.
+    # Both steps are needed: mapped pages stay, and so do pages that are only unmapped.
     with open(large + ".bin", "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert resident(large) == nbytes
@@ -271,7 +271,7 @@ def test_a_pack_that_is_read_alone_brings_nothing_else_and_many_bring_all(large:
     end = time.monotonic() + PATIENCE_SECONDS
     while (
         resident(large) < 2 * MAX_SINGLE_READS * pack_nbytes
-    ):  # as much as a kernel reads at once, which may be less than all
+    ):  # as much as the kernel reads at once, which can be less than everything
         assert time.monotonic() < end, f"{resident(large)} bytes were read in advance"
         time.sleep(0.01)
 
@@ -355,7 +355,7 @@ def _touch_and_report(prefix: str, barrier: Any, answers: Any) -> None:
     shard = Shard(prefix)
     for pack in shard:
         pack["input_ids"].sum()
-    barrier.wait(PATIENCE_SECONDS)  # both have all of it
+    barrier.wait(PATIENCE_SECONDS)  # both have read everything
     answers.put({name: mapped_nbytes([shard.files.tokens], name) for name in ("Rss", "Pss", "Private_Dirty")})
     barrier.wait(PATIENCE_SECONDS)
 
@@ -372,7 +372,7 @@ def test_processes_share_the_pages_of_maps(large: str) -> None:
         assert child.exitcode == 0
     for memory in found:
         assert memory["Rss"] >= 2 << 20
-        assert memory["Pss"] <= 0.6 * memory["Rss"]  # the kernel counts half of each page that two have mapped
+        assert memory["Pss"] <= 0.6 * memory["Rss"]  # the kernel counts half of each page mapped by two processes
         assert memory["Private_Dirty"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Paths, retries and what a store makes of a server that misbehaves: a real one, which answers over TCP."""
+"""Paths, retries, and a store's reaction to a misbehaving server: a real server over TCP."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_bound_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """Answers a range of BODY, once the server's ``moods`` are over: each spoils one answer."""
+    """Answers requests for ranges of BODY. Each of the server's ``moods`` first spoils one answer."""
 
     protocol_version = "HTTP/1.1"
     server: Any
@@ -195,7 +195,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[Any, pytest.MonkeyPatch]]:
-    """The server, and an environment in which boto3 finds it and nothing of its user's."""
+    """Provide the server, and an environment in which boto3 finds it and no settings of the user."""
     made: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     made.daemon_threads = True
     threading.Thread(target=made.serve_forever, daemon=True).start()
@@ -229,7 +229,7 @@ PATIENT, IMPATIENT = (RetryPolicy(total_seconds=seconds, first_delay=0.01) for s
 
 
 def open_through(library: str) -> RemoteStore:
-    """A store over boto3 or obstore, which gives up soon."""
+    """Return a store that uses boto3 or obstore and gives up soon."""
     made = RemoteStore("s3", "bucket", IMPATIENT)
     made._transport = os.getpid(), S3("bucket", fast=library != "boto3")
     return made
@@ -262,7 +262,7 @@ def test_a_server_that_never_answers_is_an_error_in_time(store: RemoteStore, ser
     with pytest.raises(StorageError, match=r"s3://bucket/x: no complete answer \(\d+ attempts in [\d.]+ s") as caught:
         store.read("x", 1000, 300)
     assert not caught.value.missing
-    assert not isinstance(caught.value, OSError)  # which is what a disk of this machine says
+    assert not isinstance(caught.value, OSError)  # an OSError would mean a local disk
 
 
 @pytest.mark.parametrize(

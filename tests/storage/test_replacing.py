@@ -1,4 +1,4 @@
-"""What each writer may replace: its own kind and nothing else, told by content, never through a link."""
+"""Every writer may replace only outputs of its own kind, recognised by content, and never through a link."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDERS = ("memmap", "jsonl-chunks", "save_to_disk")
 
 
 def bytes_below(folder: Path) -> dict[str, bytes | str]:
-    """Everything in a folder: content of files, targets of links."""
+    """Return everything in a folder: content of files, targets of links."""
     found: dict[str, bytes | str] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
@@ -39,7 +39,7 @@ def bytes_below(folder: Path) -> dict[str, bytes | str]:
 
 
 def write_packs(path: Path, name: str, count: int = 5, **options: Any) -> None:
-    """So many packs in a format."""
+    """Write ``count`` packs in a format."""
     source = path.with_name(f"source-{count}")
     write_samples(source, demo_samples(count), overwrite=True)
     convert(str(source), str(path), name, ConvertOptions(lossy=True, **options))
@@ -195,7 +195,7 @@ def test_pages_and_summaries_replace_only_their_kind(tmp_path: Path, what: str, 
     write_samples(shard, demo_samples())
     folder.mkdir()
     write = WRITERS[what]
-    (folder / ".new.tmp").write_text("mine")  # where a page was written first
+    (folder / ".new.tmp").write_text("mine")  # the name under which pages were first written
     for number in range(2):
         again = write(shard, folder / "new", *overwrite)
         # A summary of the same shard is replaced.
@@ -282,7 +282,7 @@ def test_a_document_replaces_only_its_kind(tmp_path: Path, name: str) -> None:
     path.unlink()
     (tmp_path / "mine").write_bytes(first)
     path.symlink_to(tmp_path / "mine")
-    with pytest.raises(FormatError, match="a symbolic link is here"):
+    with pytest.raises(FormatError, match="found a symbolic link"):
         write(tmp_path)
     assert (path.is_symlink(), (tmp_path / "mine").read_bytes()) == (True, first)
     assert not [entry for entry in path.parent.iterdir() if ".tmp" in entry.name]

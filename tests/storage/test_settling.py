@@ -1,4 +1,4 @@
-"""How long something has been the same, and when a file is whole for it, by a clock that only the test moves."""
+"""How long a value has been unchanged, and when a file counts as complete, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sft_idx.live import Settling, Unchanged
 
 
 class Clock:
-    """Shows the time that a test set."""
+    """A clock with the time set by a test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -25,7 +25,7 @@ class Clock:
     looks=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=30), gap=st.integers(1, 20)
 )
 def test_only_time_in_which_somebody_looked_counts(looks: list[tuple[int, int]], gap: int) -> None:
-    """Compared with the plain way: the gaps between looks, back to the first one at which it was the same."""
+    """Compared with the plain way: sum the gaps between looks, back to the first look with the same value."""
     clock = Clock()
     unchanged = Unchanged(clock, gap)
     seen: list[tuple[int, int]] = []
@@ -54,9 +54,9 @@ def test_a_file_is_whole_when_neither_size_nor_time_changes(tmp_path: Path) -> N
     assert (settling.nbytes, settling.seconds()) == (2, 5.0)
     path.write_bytes(b"1\n2\n")
     assert [is_whole(9), is_whole(5)] == [False, True]
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # as a writer has it that wrote the same bytes again
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # as after writing the same bytes again
     assert [is_whole(9), is_whole(5)] == [False, True]
-    # That a file is gone may last as well.
+    # A missing file can settle too.
     path.unlink()
     assert [is_whole(9), is_whole(5)] == [False, True]
     assert settling.nbytes == 0

@@ -1,4 +1,4 @@
-"""``--append-eod`` through the command line: every kind of template, of row and of what is trained."""
+"""``--append-eod`` on the command line, for all kinds of templates, rows and trained text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def thought(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "reasoning_content": "I count them"}
 
 
-# Of each case: the template, the row, options, and of each sequence the weight of the end of document at its end.
+# For each case: template, row, options, and the weight of the final end of document of each sequence.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], list[float]]] = {
     "an answer": (LOOP, chat(Q, A), (), [1]),
     "two answers": (LOOP, chat(Q, A, Q, A), (), [1]),
@@ -91,7 +91,7 @@ def test_the_end_of_document_is_trained_where_a_sequence_ends_in_a_trained_answe
         found.append(float(longer_mask[at]))
         others = np.arange(len(ids)) != at
         assert longer_mask[: len(ids)][others].tolist() == mask[others].tolist()
-    # Outside the markers stands a control token: the sequence does not end in what is trained.
+    # A control token follows the markers, so the sequence does not end with trained text.
     outside = source == MARKED and end == "another token"
     assert found == ([0] if outside else weights)
 

@@ -1,4 +1,4 @@
-"""What a program begins with: ``preprocess`` as a function, to the bytes of the command."""
+"""The functions of the package for programs: ``preprocess`` gives the same bytes as the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ USUAL: dict[str, Any] = {
 }
 
 
-# Rows of one form, which tables can hold.
+# Rows of one form, as needed for tables.
 PLAIN = [
     {"messages": row["messages"]}
     for row in ROWS
@@ -52,7 +52,7 @@ PLAIN = [
 
 @pytest.fixture(scope="module")
 def by_command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the command makes of a file of this name: what reading a shard tells of its source is the name too."""
+    """Return the command's result for a file of this name. The name matters because shards record their source."""
     folder = tmp_path_factory.mktemp("command")
     rows = write_rows(folder / request.param, ROWS)
     assert run_command(folder / "made/x", "--input", rows).code == 0
@@ -118,7 +118,7 @@ def preprocess_to(prefix: Path, inputs: Any, **options: Any) -> Path:
 
 
 def streamed_names(prefix: Path) -> list[str]:
-    """The names of the input files in the column ``source``."""
+    """Return the names of the input files in the column ``source``."""
     return [file["name"] for file in Shard(prefix).columns["source"].spec.metadata["files"]]
 
 
@@ -174,7 +174,7 @@ def test_several_named_tables_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_rows_are_written_one_by_one(tmp_path: Path) -> None:
-    """However many a generator gives, few are in memory."""
+    """Only a few rows of a generator are in memory, for any number of rows."""
     alive, most = [0], [0]
 
     class Row(dict[str, Any]):
@@ -203,8 +203,8 @@ def test_the_command_reads_a_pipe(
 
 
 def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> None:
-    """Processes that are spawned run the main module again, which would begin the work again, without an end."""
-    path = write_rows(tmp_path / "rows.jsonl", ROWS * 12)  # two pieces, so that there is work for others
+    """Spawned processes run the main module again, which would start the work again, endlessly."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS * 12)  # two pieces, so that there is work for other processes
     script = tmp_path / "script.py"
     script.write_text(
         "from megatron_sft_idx import preprocess\n"
@@ -219,7 +219,7 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
 
 
 class Splits(dict[str, Any]):
-    """As DatasetDict of ``datasets``."""
+    """A class like DatasetDict of ``datasets``."""
 
     def save_to_disk(self, path: str) -> None:
         """Never called."""
@@ -305,7 +305,7 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
     assert options.keys() == parameters.keys()
     for name, action in options.items():
         default = parameters[name].default
-        # The command asks for the prefix itself, since --dry-run needs none.
+        # The command checks for the prefix itself, because --dry-run needs none.
         is_required = action.required or name == "output_prefix"
         assert is_required == (default is inspect.Parameter.empty), name
         assert is_required or action.default == default or (action.default, default) == ({}, None), name
@@ -344,7 +344,7 @@ def test_both_names_of_the_tokenizer_are_taken_and_one_is_shown(tmp_path: Path) 
     assert "--tokenizer-model" not in text
 
 
-# ---- what it holds ----
+# ---- contents of the package ----
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +364,7 @@ def test_a_shard_says_what_it_holds(demo: str) -> None:
 
 
 def test_whoever_reads_pays_for_reading_alone(demo: str) -> None:
-    """A quarter of a second, no warning, and none of the libraries that take seconds to import."""
+    """Reading takes a quarter of a second, prints no warning, and imports none of the slow libraries."""
     script = "import sys; from megatron_sft_idx import open_dataset; open_dataset(sys.argv[1])[0]; print(*sys.modules)"
     run = [sys.executable, "-W", "error", "-c", script, demo]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
@@ -399,11 +399,11 @@ def test_a_pack_in_a_notebook_has_its_trained_tokens_marked(demo: str) -> None:
     assert "<script>" not in show_pack(script, Hostile())._repr_html_()
 
 
-# ---- a loop of one's own ----
+# ---- your own training loop ----
 
 
 def loss_by_hand(model: Any, packs: list[Pack]) -> float:
-    """The mean over the predictions that masks count, each sequence alone in front of the model."""
+    """Return the mean loss over trained predictions, with each sequence passed to the model by itself."""
     torch = pytest.importorskip("torch")
     losses = []
     for pack in packs:
@@ -425,7 +425,7 @@ def test_a_model_of_transformers_has_the_loss_of_our_masks(demo: str, layout: An
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=1024,
-        initializer_range=0.5,  # so that what a token attends to matters
+        initializer_range=0.5,  # so that attended tokens change the loss
         attn_implementation=attention,
     )
     torch.manual_seed(1)
@@ -438,7 +438,7 @@ def test_a_model_of_transformers_has_the_loss_of_our_masks(demo: str, layout: An
     with torch.no_grad():
         expected = loss_by_hand(model, packs)
         assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-        # It would be noticed: labels one further, and sequences that see each other.
+        # Errors would be detected: shifted labels, and attention across sequences.
         moved = batch | {"labels": batch["labels"].roll(1, -1)}
         assert model(**moved).loss.item() != pytest.approx(expected, rel=1e-3)
         if layout != "padded":

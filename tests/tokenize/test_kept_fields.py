@@ -1,4 +1,4 @@
-"""Fields of rows become columns: whole, exact, the same whoever works; and rows and losses are chosen by them."""
+"""Fields of rows become columns with exact values, for any engine; and they select rows and weight losses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(count: int = 60, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def kept(prefix: Path | str, *names: str) -> list[tuple[Any, ...]]:
-    """Of every sequence: its ids, its mask, and its values of these columns."""
+    """Return for every sequence its ids, its mask, and its values of these columns."""
     shard, found = Shard(prefix, columns=[*names]), []
     for number in range(len(shard)):
         values = zip(*(shard[number][name].tolist() for name in names), strict=True)
@@ -67,7 +67,7 @@ def test_every_sequence_has_the_values_of_its_row_whoever_works(tmp_path: Path, 
         "good": ("sequence", "|u1", 1, "token"),
     }
     found = kept(tmp_path / "one/x", "source", "rank", "score", "good")
-    assert len(found) > len(given)  # long ones are cut
+    assert len(found) > len(given)  # long sequences are cut
     for _, _, (file, row), rank, score, good in found:
         assert (file, row) == (0, rank)
         assert (score, good) == (given[rank]["score"], int(given[rank]["good"]))
@@ -78,7 +78,7 @@ def test_every_sequence_has_the_values_of_its_row_whoever_works(tmp_path: Path, 
         assert files_of(tmp_path / f"{number}/x") == files_of(tmp_path / "one/x")
     assert verify_shard(tmp_path / "one/x", full=True).ok
     assert shard.header.metadata["options"]["keep_fields"] == {"good": "uint8", "rank": "int16", "score": "float32"}
-    # Another dtype is another shard, and other parts.
+    # Another dtype gives another shard and other parts.
     other = preprocess(tmp_path / "0/x", *common, "--keep-field", "more")
     assert (other.code, "keep fields more was None, is 'float64'" in other.err) == (1, True), other
 
@@ -111,7 +111,7 @@ def test_rows_are_chosen_and_weighted_by_what_was_kept(
     assert f"left out        {60 - len(expected)} sequences left out by --where" in done.out
     assert preprocess(tmp_path / "x", *common, *choose, *corpus).out.startswith("found ")
     assert verify_shard(tmp_path / "x", full=True).ok
-    if corpus:  # which has all, as they came
+    if corpus:  # the corpus has all sequences, in the order of the input
         assert kept(tmp_path / "x.unpacked", "rank", "score", "good") == kept(
             tmp_path / "all/x", "rank", "score", "good"
         )
@@ -175,7 +175,7 @@ def test_pairs_and_verdicts_keep_fields_too(tmp_path: Path) -> None:
         assert margins.tolist() == [given[pair]["margin"] for pair in pairs[:, 0].tolist()]
         assert verify_shard(tmp_path / "p" / name, full=True).ok
     assert {value for one in Shard(tmp_path / "p/y") for value in one["loss_mask"].tolist()} == {0, 1.5}
-    # A pair is taken where both are: of none are both the chosen one of pair 0.
+    # A pair is kept only if both sequences meet the condition; never are both the chosen one of pair 0.
     refused = preprocess(tmp_path / "p/z", *preference, "--where", "pair == 0", rows=given)
     assert (refused.code, "none of 60 sequences matches" in refused.err) == (1, True), refused
     verdicts = [{**row, "completion": row["chosen"], "label": n % 2 == 0} for n, row in enumerate(given)]
@@ -290,9 +290,9 @@ def test_rounding_is_refused_in_files_too(tmp_path: Path) -> None:
         ("pair=int8", "preprocess writes a column with this name itself"),
         ("label", "preprocess writes a column with this name itself"),
         ("loss_mask", "this name has another meaning in packs or batches; choose another name; rename the field"),
-        ("meta.score", "a name is of small letters, digits and _"),
-        ("Score", "a name is of small letters, digits and _"),
-        ("", "a name is of small letters, digits and _"),
+        ("meta.score", "a name of at most 64 lower-case letters, digits and _"),
+        ("Score", "a name of at most 64 lower-case letters, digits and _"),
+        ("", "a name of at most 64 lower-case letters, digits and _"),
         (
             "score=",
             "unknown dtype; choose one of float16, float32, float64, int16, int32, int64, int8, uint16, uint32, uint8",

@@ -1,4 +1,4 @@
-"""``--max-bad-rows``: a run stops where more rows are bad, and a larger limit goes on with its work."""
+"""``--max-bad-rows``: a run stops if more rows are bad, and continues its work with a larger limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--max-rows N`` makes and says what it would of the first rows alone, whatever is behind them."""
+"""``--max-rows N`` gives the same result and output as an input with only the first rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.tokenize import encoding
 
 
 def rows_of(count: int) -> list[Any]:
-    """Rows of which some cannot be used, and others are counted in notes or have weights."""
+    """Return rows with unusable ones, rows that are counted in notes, and rows with weights."""
     chance, rows = random.Random(0), []
     for number in range(count):
         answer: dict[str, Any] = {"role": "assistant", "content": f"It is {number}." * chance.randrange(1, 9)}
@@ -29,7 +29,7 @@ def rows_of(count: int) -> list[Any]:
         elif kind == 1:
             row = {"messages": [row["messages"][0]]}
         elif kind == 2:
-            answer["content"] += "<|im_end|>"  # kept as text, and counted
+            answer["content"] += "<|im_end|>"  # kept as text and counted
         elif kind == 3:
             answer["tool_calls"] = [{"name": "f", "arguments": {"x": None}}]
         elif kind == 4 and number > count // 2:
@@ -43,13 +43,13 @@ def is_usable(row: Any) -> bool:
 
 
 def first_rows(rows: list[Any], most: int) -> list[Any]:
-    """Up to the last of so many usable rows."""
+    """Return the rows up to the last of ``most`` usable ones."""
     ends = [number + 1 for number, row in enumerate(rows) if is_usable(row)]
     return rows[: ends[most - 1]] if most <= len(ends) else rows
 
 
 def outcome(prefix: Path, done: Outcome) -> Any:
-    """All that is made and said but paths and the fingerprint of the input, which covers whole pieces."""
+    """Return all results and output without paths and the input's fingerprint, which covers whole pieces."""
     assert done.code == 0, done.err
     header = read_header(prefix).metadata
     said = [
@@ -73,7 +73,7 @@ def test_nothing_behind_the_last_row_is_used_counted_or_said(
     source = write_rows(tmp_path / "in.jsonl", rows)
     (tmp_path / "first").mkdir()
     first = write_rows(tmp_path / "first/in.jsonl", first_rows(rows, most))
-    if compressed:  # dealt in pieces instead of ranges
+    if compressed:  # distributed in pieces instead of ranges
         source = tmp_path / "in.jsonl.gz"
         source.write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
     skip = ("--on-bad-row", "skip", "--packing", "sequential")
@@ -109,7 +109,7 @@ def test_a_bad_row_behind_the_last_one_is_no_error(
 
 
 def test_the_last_rows_are_made_again_by_no_other_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed goes on with its parts; the last of them has as many rows as are taken."""
+    """A killed run continues with its parts; the last part has only the rows that are taken."""
     be_quick(monkeypatch)
     source = write_rows(tmp_path / "in.jsonl", rows_of(220))
     given = ("--input", source, "--on-bad-row", "skip", "--max-rows", 100)

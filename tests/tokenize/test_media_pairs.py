@@ -1,4 +1,4 @@
-"""Preference pairs with images: both answers have those of the prompt, and ids are the processor's."""
+"""Preference pairs with images: both answers have the prompt's images, and ids equal the processor's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Pair = tuple[dict[str, Any], list[dict[str, Any]], list[str], list[bytes]]
 
 
 def drawn(rng: random.Random) -> Pair:
-    """A row in one of the forms of data sets; its prompt as the processor takes it, its two answers, and its images."""
+    """Draw a row in one of the forms of data sets, with its prompt for the processor, two answers, and images."""
     files = [rng.choice(FILES) for _ in range(rng.randint(1, 3))]
     words = rng.choice(["what is here?", "the cat", "hello"])
     good, bad = rng.sample(ANSWERS, 2)
@@ -111,7 +111,7 @@ def test_ids_of_both_answers_are_those_of_the_processor(made: tuple[Path, Any], 
 
 
 def test_pairs_of_bytes_come_from_parquet(made: tuple[Path, Any], tmp_path: Path) -> None:
-    """As Hugging Face stores images: structs of bytes and path, and parts whose other keys are null."""
+    """Images as stored by Hugging Face: structs of bytes and path, and parts with other keys null."""
     folder, _ = made
     asked = [{"type": "image", "text": None}, {"type": "text", "text": "hello"}]
     rows = [
@@ -144,12 +144,12 @@ def test_what_is_no_pair_of_the_same_images_is_refused() -> None:
     one, two = uri(FILES[0]), uri(FILES[1])
     with pytest.raises(RowError, match="rejected_images and images differ"):
         pair_of(messages=asked + good, rejected_response="the cat", images=[one], rejected_images=[two])
-    with pytest.raises(RowError, match="image 2 of its messages has no file"):
+    with pytest.raises(RowError, match="image 2 in the messages has no file"):
         pair_of(prompt=asked, chosen="see <image>", rejected="the cat", images=[one])
-    with pytest.raises(RowError, match="images has 2 files, and the messages have 1 places"):
+    with pytest.raises(RowError, match="images has 2 files, but the messages have 1 placeholders"):
         pair_of(prompt=asked, chosen=good, rejected=bad, images=[one, two])
     own = [[{"role": "user", "content": [{"type": "image", "image": each}, text("hello")]}] for each in (one, two)]
-    with pytest.raises(RowError, match=r"no common prompt|the first message that differs is no answer"):
+    with pytest.raises(RowError, match=r"no common prompt|the first message in which they differ"):
         pair_of(chosen=own[0] + good, rejected=own[1] + bad)
     with pytest.raises(RowError, match="videos cannot"):
         pair_of(prompt=asked, chosen=good, rejected=bad, images=[one], videos=["a.mp4"])
@@ -159,7 +159,7 @@ def test_what_is_no_pair_of_the_same_images_is_refused() -> None:
 
 def test_without_a_processor_images_are_refused() -> None:
     asked = [{"role": "user", "content": "hello"}]
-    with pytest.raises(RowError, match="the row has images; --processor FOLDER reads images"):
+    with pytest.raises(RowError, match="the row has images; pass --processor FOLDER to read images"):
         read_judged(
             {"prompt": asked, "chosen": "hi", "rejected": "no", "images": ["a.png"]}, RowOptions(kind="preference")
         )

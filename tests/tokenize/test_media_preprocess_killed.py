@@ -1,4 +1,4 @@
-"""``preprocess`` of rows with images, killed at its steps: the same command then makes the same bytes."""
+"""Kill ``preprocess`` of rows with images at each step: the same command then gives the same bytes."""
 
 from __future__ import annotations
 

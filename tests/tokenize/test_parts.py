@@ -1,4 +1,4 @@
-"""Parts on disk: what comes back is what went in, and damage is found; and the folder they lie in."""
+"""Parts on disk: they are read back exactly, damage is found; and their folder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_damage_is_found(tmp_path_factory, data):
         except FormatError as error:
             assert str(path) in str(error)  # noqa: PT017
         else:
-            # Zeros between the head and the lengths belong to nobody.
+            # Zeros between the head and the lengths are unused.
             assert part.ids.tolist() == [*piece([3, 1], 1).input_ids, *piece([40], 2).input_ids]
 
 
@@ -94,7 +94,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
         for number, group in enumerate(groups)
     ]
     sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
-    # Of a part, what its numbers are counted from.
+    # The values to which numbers in a part are relative.
     places = np.array([[0, 0], [0, 10], [1, 0]], np.uint32)
     bases = {"source": places, "label": np.zeros(3, np.uint8)}
     reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", [*bases], places))

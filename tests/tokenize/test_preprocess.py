@@ -1,4 +1,4 @@
-"""Chats to shards, end to end, through the command line."""
+"""``preprocess`` on the command line, from chats to shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chats():
 
 
 def plain(message):
-    """A message as transformers takes it: content flattened, our own keys left out."""
+    """Return a message for transformers: content flattened, our own keys left out."""
     kept = {key: value for key, value in message.items() if key not in ("weight", "train")}
     if isinstance(kept["content"], list):
         kept["content"] = "".join(part["text"] for part in kept["content"])
@@ -45,7 +45,7 @@ def plain(message):
 
 
 def trained_runs(ids, mask, decode):
-    """Texts of the runs of trained tokens."""
+    """Return the texts of all runs of trained tokens."""
     runs, position = [], 0
     for trained, run in groupby((mask != 0).tolist()):
         length = len(list(run))
@@ -56,7 +56,7 @@ def trained_runs(ids, mask, decode):
 
 
 def wanted_answers(chat):
-    """What the bundled template makes of each assistant message that is trained on, by the book."""
+    """Return the text of the bundled template for each trained assistant message, written independently."""
     messages = [plain(message) for message in chat["messages"]]
     last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     answers = []
@@ -106,7 +106,7 @@ def test_generation_markers_give_what_transformers_gives(tmp_path, tokenizer, ch
 
 
 def test_a_character_at_the_end_of_a_span_is_trained_whole(tmp_path, tokenizer):
-    """Emoji and rare letters are of several tokens: behind the words, at their start, and beside the markers."""
+    """Emoji and rare letters have several tokens. They are tested after words, at their start, and next to markers."""
     template = (MASKS / "gm.jinja").read_text(encoding="utf-8")
     chats = [json.loads(line) for line in (MASKS / "gm.jsonl").read_text(encoding="utf-8").splitlines()]
     said = ["👍🏽", "👩\u200d👩\u200d👧 hi 𓀀", "ꙮ e\u0301", "𠀀", "ไทย\u0e34", "e\u0301\u0323"]
@@ -121,7 +121,7 @@ def test_a_character_at_the_end_of_a_span_is_trained_whole(tmp_path, tokenizer):
             chat["messages"], chat_template=template, return_assistant_tokens_mask=True, return_dict=True
         )
         assert ids.tolist() == theirs["input_ids"]
-        if Version(version("transformers")) >= Version("5.24"):  # older ones leave the last tokens out
+        if Version(version("transformers")) >= Version("5.24"):  # older versions leave out the last tokens
             assert mask.tolist() == theirs["assistant_masks"]
 
 
@@ -189,8 +189,8 @@ def test_append_eod_is_trained_where_a_sequence_ends_in_a_trained_answer(tmp_pat
     eod = tokenizer.eos_token_id
     assert (first.tolist(), one.tolist()) == ([5, 6, 7, eod], [0, 1, 1, 1])
     assert (second.tolist(), two.tolist()) == ([5, 6, 7, eod], [0, 1, 0, 0])
-    # The template's end of turn is the end of document, with a newline behind it that is not trained on.
-    assert (third == eod).sum() == 2  # of the question and of the answer
+    # The template's end of turn is the end of document, followed by a newline that is not trained on.
+    assert (third == eod).sum() == 2  # for the question and the answer
     assert three[np.flatnonzero(third == eod)].tolist() == [0, 1]
 
 
@@ -278,7 +278,7 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     refused = preprocess(tmp_path / "a/x", "--earlier-reasoning", "error", rows=thoughtful)
     assert refused.code == 1
     assert "rows.jsonl:1: " in refused.err
-    assert "leaves out the reasoning of assistant message" in refused.err
+    assert "drops the reasoning of assistant message" in refused.err
     done = preprocess(tmp_path / "b/x", "--earlier-reasoning", "split", rows=thoughtful)
     assert done.code == 0, done.err
     texts, said = [], ""
@@ -303,7 +303,7 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
 
 
 def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
-    """The command looks before; a program that calls the functions alone is told too, of hard links as well."""
+    """The command checks first; programs that call the functions get an error too, also for hard links."""
     source, packing = shutil.copy(CHATS, tmp_path / "chats.jsonl"), tokenize.PackOptions(1024)
     os.link(source, tmp_path / "x.bin")
     options = tokenize.PreprocessOptions(
@@ -319,7 +319,7 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
     gc.disable()
     try:
         tokenize.make_shards(options)
-        assert not gc.isenabled()  # as the program had it
+        assert not gc.isenabled()  # as before the call
     finally:
         gc.enable()
     for suffix in SUFFIXES:
@@ -346,7 +346,7 @@ def test_what_a_job_reads_is_what_its_inputs_stand_for(tmp_path, monkeypatch):
     }.items():
         reads = tokenize.reads_of([pattern], tokenize.EncodingOptions(str(TOKENIZER)))
         assert [place.path for place in reads if place.role == "the input"] == found
-        assert tokenize.downloaded({"tokenizer": TOKENIZER}, [pattern]) == [pattern]  # none is a name of the hub
+        assert tokenize.downloaded({"tokenizer": TOKENIZER}, [pattern]) == [pattern]  # no argument is a name of the hub
 
 
 def test_counts_are_json_however_far_their_job_came():

@@ -1,4 +1,4 @@
-"""``preprocess`` given again: wherever a run was interrupted, it ends with the bytes of one that was not."""
+"""Run an interrupted ``preprocess`` again: it gives the same bytes as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def case(quick, tmp_path_factory):
 
 @pytest.fixture
 def prefix(case, request):
-    """A fresh place for a run of the case."""
+    """Return a new prefix for a run of the case."""
     folder = case.folder / "".join(c if c.isalnum() else "-" for c in request.node.name)
     yield folder / "x"
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def half_made(case, prefix: Path, pieces: int = 5, *more: object) -> None:
-    """What a run leaves that is killed as it tokenises its so-manieth piece, each of which is a part."""
+    """Leave a run that was killed while it tokenised piece number ``pieces``. Each piece is a part."""
 
     def dies():
         taken = iter(range(pieces))
@@ -72,7 +72,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
 
 
 def end_of_fork(work) -> int:
-    """Do ``work`` in a fork; its wait status."""
+    """Do ``work`` in a fork and return its wait status."""
     if (child := os.fork()) == 0:
         try:
             work()
@@ -81,7 +81,7 @@ def end_of_fork(work) -> int:
     return os.waitpid(child, 0)[1]
 
 
-@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_step_of_what_changes_the_folder(case, prefix, stride):
     for step in range(0, 200, stride):
         at = prefix.parent.with_name(f"step-{step}") / "x"
@@ -119,7 +119,7 @@ def test_with_worker_processes_it_ends_the_same_and_they_end_too(case, prefix):
     os.waitpid(run, 0)
     case.check_what_is_left(prefix)
     case.assert_ends_the_same(prefix, "--workers", 2)
-    for _ in range(6000):  # a minute: busy machines are slow to start what is to end
+    for _ in range(6000):  # a minute, because busy machines start processes slowly
         if not any(map(_is_worker, workers)):
             break
         time.sleep(0.01)
@@ -127,7 +127,7 @@ def test_with_worker_processes_it_ends_the_same_and_they_end_too(case, prefix):
 
 
 def _is_worker(pid: int) -> bool:
-    """Whether a process is there and has not ended (a zombie has no command line)."""
+    """Return whether a process exists and has not ended (a zombie has no command line)."""
     try:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -154,7 +154,7 @@ def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more, half):
 
 
 def run_with_a_file_limit(case, prefix: Path, said: Path, limit: int, *more: object) -> str:
-    """Run into an error, and give what it said."""
+    """Run into an error and return its message."""
 
     def limited():
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -176,7 +176,7 @@ def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_pa
     if resumed:
         half_made(case, prefix, 2)
     run_with_a_file_limit(case, prefix, tmp_path / "said", int(share * largest))
-    # Of a run that could not even begin, the parts of the one before stay.
+    # If a run cannot even begin, the parts of the previous run stay.
     assert remains(prefix.parent) == ["x.building"] * (resumed and share == 0.1)
 
 
@@ -219,7 +219,7 @@ def test_it_goes_on_and_does_not_begin_again(case, prefix):
 def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, tmp_path, workers):
     case = Case(tmp_path, some_rows(48), "--earlier-reasoning", "split")
     rows = case.counts["corpus"]["rows"] - case.counts["corpus"]["skipped"]
-    assert case.counts["packing"]["sequences"] > rows  # or no row would be several
+    assert case.counts["packing"]["sequences"] > rows  # otherwise no row would give several sequences
     prefix = tmp_path / "killed" / "x"
     half_made(case, prefix, 5)
     assert sum(parts.Part(str(path)).info.rows for path in parts_left(prefix)) > 0

@@ -1,4 +1,4 @@
-"""``preprocess --download``: names of the hub, with its own library, out of a cache that is there already."""
+"""``preprocess --download``: names of the hub, read by its own library from an existing cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789" * 4
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a download leaves; no network is asked where the hub is said to be offline."""
+    """Write a cache like a download. In offline mode, the library does not use the network."""
     home = tmp_path_factory.mktemp("home")
     for name in ("models--demo--tok", "datasets--demo--chats"):
         (home / "hub" / name / "refs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``preprocess`` with images and audio: files, tables and programs make one shard; and again, after files changed."""
+"""``preprocess`` with images and audio: files, tables and programs give equal shards; and runs after changed files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_images(folder: Path) -> list[bytes]:
-    """Images in a folder under ``NAMES``."""
+    """Write images with the names ``NAMES`` to a folder."""
     (folder / "pictures").mkdir(parents=True)
     files = [png(*size, seed) for seed, size in enumerate(SIZES)]
     for name, data in zip(NAMES, files, strict=True):
@@ -45,7 +45,7 @@ def write_images(folder: Path) -> list[bytes]:
 
 
 def chats(files: list[Any], count: int = 40) -> list[dict[str, Any]]:
-    """Rows with two images, one or none, each of which is one of the files."""
+    """Return rows with two images, one or none, taken from the files."""
     rows = []
     for number in range(count):
         shown = [files[(number + each) % len(files)] for each in range(number % 3)]
@@ -77,7 +77,7 @@ def shown_by(shard: Shard) -> list[bytes]:
 
 
 def test_paths_structs_tables_and_programs_make_the_same_packs(tmp_path: Path, processor: Path) -> None:
-    """The header names the input, and the column of sources is left out; all else is equal to the last byte."""
+    """Everything is byte for byte equal, except for the input in the header and the column of sources."""
     files = write_images(tmp_path / "in")
     rows = [{**row, "images": [{"bytes": data, "path": "a.png"} for data in row["images"]]} for row in chats(files)]
     table = pa.Table.from_pylist(rows)
@@ -101,7 +101,7 @@ def test_paths_structs_tables_and_programs_make_the_same_packs(tmp_path: Path, p
         folder.mkdir()
         shard = run(given, folder / "out", processor)
         made[name] = {suffix: data for suffix, data in files_at(folder / "out").items() if suffix != ".seq.idx"}
-        # The id of the shard, which depends on data alone, and is in both headers.
+        # The id of the shard, which depends only on data and is in both headers.
         made[name]["id"] = shard.header.shard_id
     assert set(shown_by(shard)) == set(files)
     assert made.pop("paths")["id"] == made["URIs"]["id"]
@@ -127,7 +127,7 @@ def test_images_of_pillow_and_of_datasets_are_read(tmp_path: Path, processor: Pa
     dataset = datasets.Dataset.from_list(rows, features=features)
     other = run(dataset, tmp_path / "datasets", processor)
     assert [Image.open(io.BytesIO(data)).tobytes() for data in shown_by(other)] == expected
-    assert set(shown_by(other)) == set(files)  # these are the very files
+    assert set(shown_by(other)) == set(files)  # these are exactly the files
     for name in (".bin", ".loss.bin", ".seq.bin"):
         assert files_at(tmp_path / "pillow")[name] == files_at(tmp_path / "datasets")[name]
 
@@ -172,7 +172,7 @@ def test_paths_begin_at_the_input_or_at_the_root_and_do_not_leave_it(tmp_path: P
     root = ("--media-root", tmp_path / "elsewhere")
     for source, given, code, said in (
         (beside, (), 0, ""),
-        (other, (), 1, "--media-root FOLDER says where files are"),
+        (other, (), 1, "pass --media-root FOLDER, the folder of the files"),
         (other, root, 0, ""),
         (outside, root, 1, "is not in"),
         (whole, (), 0, ""),
@@ -206,7 +206,7 @@ def test_options_of_media_go_with_a_processor(tmp_path: Path, processor: Path) -
         tmp_path / "out", "--processor", tmp_path,
     )  # fmt: skip
     assert outcome.code == 1
-    assert "transformers makes no processor of it" in outcome.err
+    assert "transformers cannot load a processor from it" in outcome.err
 
 
 @pytest.fixture
@@ -224,12 +224,12 @@ def test_urls_are_read_with_download_alone(tmp_path: Path, processor: Path, serv
     source = write(tmp_path / "rows.jsonl", chats([f"{server}/{name}" for name in NAMES]))
     outcome = cli(tmp_path, processor, source)
     assert outcome.code == 1
-    assert "--download reads it" in outcome.err
+    assert "pass --download" in outcome.err
     outcome = cli(tmp_path, processor, source, "--download")
     assert outcome.code == 0, outcome
     assert set(shown_by(Shard(str(tmp_path / "out")))) == set(files)
     for path in (tmp_path / "in" / "pictures").iterdir():
-        path.unlink()  # nothing is downloaded to find that the job is done
+        path.unlink()  # checking that the job is done downloads nothing
     assert cli(tmp_path, processor, source, "--download").code == 0
     missing = write(tmp_path / "rows.jsonl", chats([f"{server}/missing.png"]))
     outcome = cli(tmp_path, processor, missing, "--download", "--overwrite")
@@ -247,7 +247,7 @@ def test_the_same_job_is_found_and_a_changed_file_is_noticed(tmp_path: Path, pro
     before = files_at(tmp_path / "out")
     again = cli(tmp_path, processor, source)
     assert (again.code, files_at(tmp_path / "out")) == (0, before)
-    # Of the same size, so that no token changes.
+    # An image of the same size, so that no token changes.
     width, height = SIZES[0]
     (tmp_path / "in" / NAMES[0]).write_bytes(png(width, height, 99))
     changed = cli(tmp_path, processor, source)
@@ -264,7 +264,7 @@ def test_the_same_job_is_found_and_a_changed_file_is_noticed(tmp_path: Path, pro
 def test_parts_of_an_interrupted_job_are_used_if_their_files_are_the_same(
     tmp_path: Path, processor: Path, monkeypatch: pytest.MonkeyPatch, max_rows: int | None
 ) -> None:
-    """The job is stopped once all its parts are there."""
+    """The job is stopped when all its parts exist."""
     from megatron_sft_idx.tokenize import pipeline
 
     write_images(tmp_path / "in")
@@ -314,7 +314,7 @@ def test_workers_make_the_same_bytes(tmp_path: Path, processor: Path) -> None:
 
 
 def test_truncated_images_and_rows_of_several_kinds(tmp_path: Path, processor: Path) -> None:
-    """Sequences whose image would be cut are dropped and counted, and no other."""
+    """Only sequences with an image at the cut are dropped and counted."""
     files = write_images(tmp_path / "in")
     source = write(tmp_path / "in" / "rows.jsonl", chats(NAMES))
     whole = run(source, tmp_path / "whole", processor, packing="none")

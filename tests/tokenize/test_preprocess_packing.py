@@ -1,4 +1,4 @@
-"""Overlong sequences, the corpus between two runs, and packing anew."""
+"""Overlong sequences, the corpus kept between runs, and repacking."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = [{"prompt": "Count.", "completion": " ".join(map(str, range(400)))}, {"pr
 
 
 class LengthsAlone(SequenceReader):
-    """A reader of sequences in which nothing is trained on."""
+    """A reader of sequences without trained tokens."""
 
     def _by_file(self, sequences):
         return iter(())
@@ -85,7 +85,7 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     assert counts["lost_trained_tokens"] == sum(int(long_mask[cut] != 0) for cut in cuts)
 
 
-# What trained tokens are lost to, in words.
+# Words in messages for the ways of losing trained tokens.
 WAYS = {"drop": "dropping", "truncate": "truncation", "split": "splitting"}
 
 
@@ -99,7 +99,7 @@ def test_answers_that_lie_behind_the_cut_are_counted(tmp_path, overlong, stored,
 
 
 def mixed_rows(seed):
-    """Chats and rows of ids with weights, of random lengths."""
+    """Return chats and rows of ids with weights, of random lengths."""
     draw = random.Random(seed)
     for _ in range(40):
         ids = [draw.randrange(3, 200) for _ in range(draw.randrange(2, 90))]
@@ -109,14 +109,14 @@ def mixed_rows(seed):
 
 
 def pairs_of_answers(seed):
-    """Preference pairs of random lengths."""
+    """Return preference pairs of random lengths."""
     draw = random.Random(seed)
     for number in range(60):
         chosen, rejected = (" ".join(["so"] * draw.randrange(1, 40)) for _ in range(2))
         yield {"prompt": f"{number}?", "chosen": f"{chosen} yes", "rejected": f"{rejected} no"}
 
 
-# Each: the rows, and options that hold with a limit and without.
+# Rows, and options that are used with and without a limit.
 JOBS = [
     pytest.param(mixed_rows, (), id="all rows"),
     pytest.param(mixed_rows, ("--repeat", "*.jsonl=2.5", "--dedup", "exact", "--shuffle"), id="repeated rows"),
@@ -132,11 +132,11 @@ JOBS = [
 @pytest.mark.parametrize(("make", "options"), JOBS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, make, options, workers):
-    """The oracle: nonzero weights of the same rows where nothing is cut."""
+    """The oracle is the number of nonzero weights of the same rows without cuts."""
     rows = [*make(workers)]
 
     def counted(prefix, done):
-        """Trained tokens that are stored, and those that are counted as lost, of training and of validation."""
+        """Return the trained tokens stored and counted as lost, for training and validation together."""
         assert done.code == 0, done
         summary = json.loads((tmp_path / "summary.json").read_text())
         for shard, part in (("", "packing"), (".valid", "valid")):
@@ -190,7 +190,7 @@ def test_pack_repacks_packs_without_tokens_lost(tmp_path):
     for prefix in ("x", "x-2k", "x.unpacked-2k"):
         assert sorted((a.tobytes(), m.tobytes()) for a, m in sequences_of(tmp_path / prefix)) == whole
     assert len(Shard(tmp_path / "x-2k")) < len(Shard(tmp_path / "x"))
-    # The corpus packed now is the shard that preprocess made then.
+    # Packing the corpus gives the same shard as preprocess.
     assert command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code == 0
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y")
 

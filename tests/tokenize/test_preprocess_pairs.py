@@ -1,4 +1,4 @@
-"""``--row-kind preference`` and ``kto``: pairs stay together, and what was said of an answer stands beside it."""
+"""``--row-kind preference`` and ``kto``: pairs stay together, and verdicts are stored in columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def words(*counts: int) -> list[str]:
 
 
 def pairs(count: int, longest: int = 40, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of every common shape, whose answers differ in length."""
+    """Return rows of every common shape, with answers of different lengths."""
     rows: list[dict[str, Any]] = []
     for number, lengths in enumerate(np.random.default_rng(seed).integers(1, longest, (count, 3)).tolist()):
         prompt, chosen, rejected = (f"{number} {text}" for text in words(*lengths))
@@ -41,7 +41,7 @@ def pairs(count: int, longest: int = 40, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def columned(prefix: Path) -> dict[str, bytes]:
-    """The bytes of a shard, columns included."""
+    """Return the bytes of a shard, including columns."""
     return {
         path.name.removeprefix(prefix.name): path.read_bytes()
         for path in prefix.parent.glob(f"{prefix.name}.*")
@@ -50,7 +50,7 @@ def columned(prefix: Path) -> dict[str, bytes]:
 
 
 def pairs_of(prefix: Path) -> dict[int, tuple[bytes, bytes, bytes, bytes]]:
-    """Ids and masks of chosen and rejected by the number of the pair; each pack is asked to hold whole ones alone."""
+    """Return ids and masks of chosen and rejected by pair number. Check that each pack holds only complete pairs."""
     shard, found = Shard(prefix, columns=("pair",)), {}
     for number in range(len(shard)):
         column, sequences = shard[number]["pair"], shard.sequences(number)
@@ -70,7 +70,7 @@ def test_a_row_is_two_sequences_beside_each_other_of_which_the_answers_are_train
     assert found == whole
     assert sorted(found) == list(range(40))
     assert [len(Shard(tmp_path / "x.unpacked").sequences(number)) for number in range(40)] == [2] * 40
-    # The same conversations one by one, trained on the answer.
+    # The same conversations as separate chats, trained on the answer.
     for kind in ("chosen", "rejected"):
         alone = [
             {"prompt": [{"role": "user", "content": _prompt(row)}], "completion": [_answer(row[kind])]} for row in rows

@@ -1,4 +1,4 @@
-"""How runs go: what is refused, shown and listed, and what interrupts them."""
+"""Runs of ``preprocess``: errors, progress, lists of files, and interruptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chats():
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory, chats):
-    """Input that takes long enough to be interrupted, and the shard that comes of it where nobody does."""
+    """Return input for a run long enough to interrupt, and the shard from an uninterrupted run."""
     folder = tmp_path_factory.mktemp("long")
     given = write_rows(folder / "rows.jsonl", chats * 60)
     done = preprocess(folder / "calm", "--input", given)

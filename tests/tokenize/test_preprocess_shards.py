@@ -1,4 +1,4 @@
-"""``--output-shards``: one plan cut into shards, by ``preprocess`` and by ``pack``, whatever interrupts it."""
+"""``--output-shards``: ``preprocess`` and ``pack`` divide one plan into shards, also after interruptions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_another_number_of_shards_beside_them_is_refused(tmp_path):
 
 
 def killed_over_the_second(prefix, *options):
-    """Whether the run was killed while it wrote the second of its shards."""
+    """Return whether the run was killed while it wrote its second shard."""
     write_packs, written = gather.write_packs, []
 
     def dies(*arguments):
@@ -89,7 +89,7 @@ def test_new_shards_are_never_beside_those_they_replace(tmp_path):
     assert preprocess(prefix, *THREE).code == 0
     before = {name: files_of(tmp_path / name) for name in PARTS}
     assert killed_over_the_second(prefix, *THREE, *seed, "--overwrite")
-    # The old ones stay until all new ones are whole, also where a slip of the finger is refused.
+    # The old shards stay until all new ones are complete, also if a mistyped option is rejected.
     for slip in (("--seed", 5), seed):
         assert preprocess(prefix, *THREE, *slip).code == 1
         assert {name: files_of(tmp_path / name) for name in PARTS} == before

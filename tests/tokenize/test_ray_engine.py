@@ -1,4 +1,4 @@
-"""``preprocess --engine ray`` on a real cluster of three nodes, one of which is killed: the local engine's bytes."""
+"""``preprocess --engine ray`` gives the local engine's bytes, on a real cluster whose nodes may be killed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_corpus_that_is_kept_is_the_local_one(nodes, case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
 def test_files_of_every_kind(nodes, tmp_path, many):
-    """Those that cannot be cut by bytes are dealt out by the driver, or a task each where there are many."""
+    """Files that cannot be divided by bytes are distributed by the driver or, if there are many, one per task."""
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     plain = [
         {"messages": [{"role": turn["role"], "content": str(turn.get("content") or "-")} for turn in chat["messages"]]}
@@ -167,7 +167,7 @@ def test_files_of_every_kind(nodes, tmp_path, many):
 
 
 def used_again(done) -> int:
-    """How many fewer parts were used again than there are."""
+    """Return the number of parts minus the number of reused parts."""
     found = re.search(r"(\d+) of (\d+) parts reused", done.err)
     assert found, done
     return int(found[1]) - int(found[2])
@@ -179,17 +179,17 @@ def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case
     rows = write_rows(tmp_path / "rows.jsonl", some_rows(300))
     options = ("--input", rows, *options[2:])
     prefix = tmp_path / "ray" / "x"
-    # The first run, of the other engine, ends before packing, and leaves its parts.
+    # The first run, with the other engine, ends before packing and leaves its parts.
     failed = preprocess(prefix, *options, "--seq-length", 128)
     assert (failed.code, f"kept in {prefix}.building" in failed.err) == (1, True), failed
     other = run_on(nodes, prefix, *options, "--train-on", "all")
     assert (other.code, "train on was 'assistant', is 'all'" in other.err) == (1, True), other
-    # Another content of the same size.
+    # Other content of the same size.
     text = rows.read_text()
     rows.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("e", "i", 1))
     first, *_ = sorted((tmp_path / "ray" / "x.building/parts").glob("*.part"))
     first.write_bytes(first.read_bytes()[:-1])
-    # The torn part, and that of the changed input, are made again; the others are reused.
+    # The torn part and the part of the changed input are made again; the others are reused.
     again = run_on(nodes, prefix, *options)
     assert (again.code, used_again(again)) == (0, -2), again
     assert preprocess(tmp_path / "local" / "x", *options).code == 0
@@ -243,7 +243,7 @@ def test_the_first_bad_row_of_the_input_is_the_error(nodes, case, tmp_path):
 
 @pytest.mark.slow
 def test_what_it_starts_asks_for_a_token_and_ends_with_it(tmp_path):
-    """Without an address: a cluster of its own, on an address of this machine, refusing who has no token."""
+    """Without an address, it starts its own cluster on this machine, which rejects clients without a token."""
     code = (
         "import subprocess, sys\n"
         "from megatron_sft_idx.tokenize.ray import ray_cluster\n"

@@ -1,4 +1,4 @@
-"""How input is cut for tasks: byte ranges give the pieces that reading from the beginning gives. Needs no Ray."""
+"""Division of input into tasks: byte ranges give the same pieces as reading from the beginning. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import cut
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 
-# Any byte but the end of a line may stand in a row: a carriage return, half a character, a zero, what only Unicode
-# calls the end of a line.
+# A row can contain any byte except a line end: a carriage return, half a character, a zero, or a line end that exists
+# only in Unicode.
 ROW = st.one_of(
     st.integers(0, 40).map(lambda count: b"x" * count),
     st.lists(st.sampled_from([b"\r", b"\0", b" ", b"\xe2\x80\xa8", b"\xc2\x85", b"\xff", "日🙂é".encode(), b"{}"])).map(
@@ -52,7 +52,7 @@ def test_ranges_give_the_pieces_of_the_whole_file(tmp_path_factory, rows, line, 
     made = [p for group in found for p in group]
     assert [(p.payload, p.ends.tolist()) for p in made] == [(p.payload, p.ends.tolist()) for p in wanted]
     assert [p.fingerprint() for p in made] == [p.fingerprint() for p in wanted]
-    # The driver adds up the rows of the parts before, blank ones included, to tell the number of a bad one.
+    # To report the number of a bad row, the driver adds up the rows of earlier parts, including blank ones.
     before = 0
     for group, first in zip(found, np.cumsum([0, *map(len, found)]).tolist(), strict=False):
         assert [before + p.first for p in group] == [p.first for p in wanted[first : first + len(group)]]
@@ -60,7 +60,7 @@ def test_ranges_give_the_pieces_of_the_whole_file(tmp_path_factory, rows, line, 
 
 
 def test_other_files_are_dealt_out_or_read_whole(tmp_path):
-    """Where there are many, whole files are handed out; the parts are the same."""
+    """If there are many files, whole files are distributed; the parts are the same."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 50))
     (tmp_path / "b.json").write_bytes(b'[{"a": 1}, {"a": 2}]')
     files, cutting = expand_inputs([str(tmp_path / "*")]), Cutting(16, 2)
@@ -110,7 +110,7 @@ def test_an_object_that_was_replaced_is_an_error(tmp_path, monkeypatch):
     stretch: Stretch = next(cut_input([file], Cutting(16, 2)))
     (tmp_path / "store/a.jsonl").write_bytes(b'{"a": 2}\n' * 50)
     for act in (lambda: list(cut_input([file], Cutting(16, 2))), lambda: list(read_pieces(stretch, Cutting(16, 2)))):
-        with pytest.raises(FormatError, match="was replaced since the run began"):
+        with pytest.raises(FormatError, match="was replaced during the run"):
             act()
 
 
@@ -119,7 +119,7 @@ def test_an_object_that_was_replaced_is_an_error(tmp_path, monkeypatch):
     "step", [cut_input, lambda files, cutting: read_pieces(Stretch(*files, "x", 0, 0, 0, 9), cutting)]
 )
 def test_a_disk_that_gives_nothing_back_is_told_of_with_the_file(tmp_path, step):
-    """Reading /proc/self/mem is an error like that of a bad disk; what lies before the ends of pieces is read too."""
+    """Reading /proc/self/mem fails like a bad disk; the bytes before the ends of pieces are read too."""
     path = str(tmp_path / "rows.jsonl")
     os.symlink("/proc/self/mem", path)
     with pytest.raises(OSError, match="Input/output error") as error:

@@ -1,4 +1,4 @@
-"""What an interrupted command left meets another command: nothing is lost, and nothing is mixed."""
+"""Another command runs on the remains of an interrupted one: nothing is lost, and nothing is mixed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKS = demo_samples(12)
 
 
 def leave_packs(prefix: Path, count: int = 4) -> None:
-    """What a program leaves that is killed while it writes a shard."""
+    """Leave the remains of a program that was killed while it wrote a shard."""
     writer = ShardWriter(prefix, overwrite=True, capacity=64)
     for pack in PACKS[:count]:
         writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
@@ -44,7 +44,7 @@ def packs_left(prefix: Path) -> int:
 
 
 def left_whole(work: Any) -> None:
-    """Do work in a fork that is killed as the first ``finish`` begins: all is whole, and nothing has its name."""
+    """Do work in a fork that is killed when the first ``finish`` begins: all files are complete but not renamed."""
 
     def dies() -> None:
         def kill(self: building.Building, *_: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_pair_that_was_cut_by_a_kill_is_left_out_as_a_whole(tmp_path: Path) ->
     assert verify_shard(tmp_path / "x", full=True).ok
 
 
-# ---- files of others ----
+# ---- files of other programs ----
 
 
 def test_stock_data_next_to_a_shard_that_is_set_aside_are_nobody_s_to_replace(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_rebuild_finishes_a_job_with_several_outputs(tmp_path: Path) -> None:
     left_whole(lambda: split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2)))
     for dry_run in (True, False):
         report = rebuild(tmp_path / "x", dry_run=dry_run)
-        assert report.note == "2 outputs of a split that was complete but for renames"
+        assert report.note == "2 outputs of a split that was complete except for renaming its files"
         assert (tmp_path / "x-00000-of-00002.seq.idx").exists() != dry_run
     assert not list(tmp_path.glob("*.building"))
     assert sum(len(Shard(tmp_path / f"x-0000{number}-of-00002")) for number in range(2)) == len(PACKS)
@@ -287,7 +287,7 @@ def test_a_whole_build_with_two_damaged_indexes_is_not_said_to_be_whole(tmp_path
 
 
 def test_parts_of_an_earlier_run_stay_if_a_row_is_bad(tmp_path: Path) -> None:
-    assert preprocess(tmp_path / "x", capacity=16).code == 1  # too long, when all is tokenised
+    assert preprocess(tmp_path / "x", capacity=16).code == 1  # fails with a too long row after all rows are tokenised
     parts = sorted(path.name for path in tmp_path.glob("x.building/parts/*.part"))
     bad = write_rows(tmp_path / "bad.jsonl", [{"messages": []}])
     refused = preprocess(tmp_path / "x", "--input", CHATS, bad)

@@ -1,4 +1,4 @@
-"""Worker processes: results in order, killed ones replaced, errors passed on, nothing left running."""
+"""Worker processes: results in order, replacement of killed workers, errors in the parent, no leftover processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STOPPED = 4000, 5000
 
 
 class UnpicklableError(OSError):
-    """An error as libraries have them, which pickle cannot make again: it keeps what the base class was given."""
+    """An error like in some libraries that pickle cannot restore, because it stores the base class's arguments."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
 
 
 class Deadly(NamedTuple):
-    """A number to die at until one has died ``deaths`` times, which files in ``folder`` count."""
+    """An item that kills its worker until ``deaths`` workers have died. Files in ``folder`` count these."""
 
     folder: str
     number: int = -1
@@ -49,7 +49,7 @@ def square(deadly: Deadly, number: int) -> int:
     if number == 2000:
         raise ZeroDivisionError("a bug of the task")
     if number in STOPPED:
-        # The process does not answer: not to a closed pipe, nor while one call keeps all of Python waiting.
+        # The process does not react to a closed pipe, or one call blocks all of Python.
         os.kill(os.getpid(), signal.SIGSTOP) if number == 4000 else ctypes.PyDLL(None).sleep(600)
     if number == 3000:
         raise UnpicklableError(7, "a store said no")
@@ -74,7 +74,7 @@ def test_results_come_in_order(tmp_path, workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_results_do_not_wait_for_items_that_are_not_there_yet(tmp_path, workers):
-    """The third item comes only once the results of the first two have been taken."""
+    """The third item is available only after the results of the first two have been taken."""
     taken: list[int] = []
 
     def items():
@@ -102,7 +102,7 @@ def test_an_item_that_keeps_killing_its_worker_is_named(tmp_path):
 
 
 def die_while_starting(pipe) -> None:
-    """The first so many workers die, as DEATHS says in their environment, and leave a mark each."""
+    """The first DEATHS workers (an environment variable) die, and leave a mark each."""
     folder, deaths = os.environ["DEATHS"].rsplit(":", 1)
     if len(marks := list(Path(folder).glob("start*"))) < int(deaths):
         (Path(folder) / f"start{len(marks)}").touch()
@@ -115,7 +115,7 @@ def test_workers_that_die_while_they_start_died_over_no_item(tmp_path, monkeypat
     monkeypatch.setattr(local, "_start", die_while_starting)
     monkeypatch.setenv("DEATHS", f"{tmp_path}:{deaths}")
     (marks := tmp_path / "marks").mkdir()
-    if deaths < 3:  # and two die over the first item
+    if deaths < 3:  # and two die with the first item
         assert squares(marks, range(3), workers=1, number=0, deaths=2) == [0, 1, 4]
         return
     with pytest.raises(SFTIndexError, match="number 0: worker processes died 3 times in a row before they reached"):
@@ -123,7 +123,7 @@ def test_workers_that_die_while_they_start_died_over_no_item(tmp_path, monkeypat
 
 
 def test_workers_killed_while_they_wait_died_over_no_item(tmp_path):
-    """An idle worker is killed before each item, and one dies over the first."""
+    """An idle worker is killed before each item, and one dies with the first."""
 
     def items():
         for number in range(3):
@@ -181,7 +181,7 @@ def test_only_a_few_items_are_taken_ahead(tmp_path):
 
 
 def test_an_interrupt_while_workers_start_is_the_parents_alone(tmp_path):
-    """Ctrl-C reaches the whole process group; workers that import still print no tracebacks."""
+    """Ctrl-C reaches the whole process group; workers that are still importing print no tracebacks."""
     script = (
         f"import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "import test_workers\n"
@@ -220,7 +220,7 @@ def test_workers_that_do_not_answer_are_killed(tmp_path, number):
     with squaring(tmp_path, [1, number, number, 2]) as results:
         assert next(results) == 1
         assert len(workers_of(os.getpid())) == len(before) + 2
-        time.sleep(0.3)  # the others have begun
+        time.sleep(0.3)  # the other workers have begun
         begin = time.monotonic()
     assert time.monotonic() - begin < 10
     assert workers_of(os.getpid()) == before
@@ -241,7 +241,7 @@ def test_workers_end_where_another_one_cannot_be_started(monkeypatch):
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):
-    """The parent gets no chance to clean up; its workers must not wait for it for ever."""
+    """The parent cannot clean up; its workers must not wait for it endlessly."""
     script = tmp_path / "parent.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"

@@ -1,4 +1,4 @@
-"""The shards that all tests of other trainers read."""
+"""Shards for all tests of other trainers."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from trainer_shards import make_shards
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Prefixes of a shard, and of the control whose sequences are trained one token later."""
+    """Provide the prefixes of a shard, and of a control shard with trained tokens shifted by one."""
     return make_shards(tmp_path_factory.mktemp("shards"))

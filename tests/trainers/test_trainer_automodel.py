@@ -1,4 +1,4 @@
-"""NeMo Automodel: its own loader configuration, collater and conversion to THD."""
+"""NeMo Automodel: our data set in its own loader configuration, collater and conversion to THD."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def found(prefix: Path, **options: Any) -> list[Trained]:
         for (start, stop), length in zip(pairwise(bounds), lengths, strict=True):
             assert positions[start : start + length] == list(range(length))
             learnt = [False]
-            for at in range(start, stop):  # a label is the next token; none is behind a sequence's last token
+            for at in range(start, stop):  # a label is the next token; a sequence's last token has none
                 assert labels[at] == -100 or (at + 1 < start + length and labels[at] == ids[at + 1])
                 learnt.append(labels[at] != -100)
             sequences.append(Trained(ids[start : start + length], learnt[:length]))

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its own loading of ``tokenized_path``, and its collator for packed rows."""
+"""LLaMA-Factory: our data in its own loading of ``tokenized_path`` and its collator for packed rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip(
     "llamafactory", reason="llamafactory is not installed; make test-trainers has an environment for it"
 )
 
-if find_spec("torchaudio") is None:  # it is imported for audio alone, and its wheels want a torch with CUDA
+if find_spec("torchaudio") is None:  # it is imported only for audio, and its wheels need a torch with CUDA
     sys.modules["torchaudio"] = ModuleType("torchaudio")
     sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, Seq2SeqTrainingArguments
 
 
 def batches(prefix: Path, folder: Path, attention: str, size: int) -> Any:
-    """Batches as its ``run_sft`` makes them."""
+    """Return batches as made by LLaMA-Factory's ``run_sft``."""
     convert(str(prefix), str(folder / "hf"), "save_to_disk", ConvertOptions(overwrite=True))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tools/demo/tokenizer", padding_side="right")
     data = DataArguments(template="chatml", tokenized_path=str(folder / "hf"), neat_packing=True, packing=True)
@@ -47,14 +47,14 @@ def batches(prefix: Path, folder: Path, attention: str, size: int) -> Any:
         attn_implementation=attention,
         compute_dtype=torch.float32,
     )
-    if size > 1:  # the page says to remove the column, of which rows have lists of different lengths
+    if size > 1:  # docs: remove this column, because its lists have different lengths
         dataset = dataset.remove_columns("seq_lengths")
     rows = [dataset[i] for i in range(len(dataset))]
     return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
 def found(batch: dict[str, Any]) -> list[Trained]:
-    """The sequences of a batch; they begin where positions restart, and see exactly themselves."""
+    """Return the sequences of a batch. Check that they begin where positions restart, and attend only to themselves."""
     sequences = []
     for row, (ids, labels, positions) in enumerate(
         zip(*(batch[name].tolist() for name in ("input_ids", "labels", "position_ids")), strict=True)
@@ -63,7 +63,7 @@ def found(batch: dict[str, Any]) -> list[Trained]:
         sees = None if batch["attention_mask"] is None else batch["attention_mask"][row, 0] == 0
         for start, stop in pairwise(bounds):
             if sees is not None:
-                if not sees[start, start]:  # padding, which sees nothing
+                if not sees[start, start]:  # padding attends to nothing
                     assert not sees[start:stop].any()
                     assert set(labels[start:stop]) == {-100}
                     continue

@@ -1,4 +1,4 @@
-"""torchtitan: its own data loader, resumed from its state, and the boundaries that its attention finds."""
+"""torchtitan: our data set in its own data loader, resumed from its state, and boundaries found by its attention."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHARED = {"dp_world_size": 2, "tokenizer": None, "seq_len": SEQ_LENGTH, "local_b
 
 
 def loader(prefix: Path, rank: int, **options: Any) -> Any:
-    """The loader of the page, built as torchtitan's trainer does."""
+    """Return the loader of the page, built as in torchtitan's trainer."""
     (block,) = (block for block in blocks_of("docs/trainers.md") if block.kind == "python torchtitan")
-    module = sys.modules.setdefault("pack_loader", ModuleType("pack_loader"))  # of which dataclasses ask the names
+    module = sys.modules.setdefault("pack_loader", ModuleType("pack_loader"))  # dataclasses look up names in it
     exec(block.text, vars(module))
     return module.PackLoader.Config(dataset_path=str(prefix), **options).build(dp_rank=rank, **SHARED)
 
 
 def sequences_of(batch: Any) -> list[list[Trained]]:
-    """The sequences of each row of a batch, without the padding."""
+    """Return the sequences of each row of a batch, without padding."""
     inputs, labels = batch
     rows = []
     for ids, positions, row_labels in zip(inputs["input"], inputs["positions"], labels, strict=True):
@@ -47,7 +47,7 @@ def sequences_of(batch: Any) -> list[list[Trained]]:
 
 
 def rows_of_shard(prefix: Path) -> list[list[Trained]]:
-    """The sequences of each pack, with the padding as one more."""
+    """Return the sequences of each pack, with padding as one more."""
     rest, rows = iter(trained_of(prefix)), []
     for pack in Shard(prefix):
         rows.append(list(islice(rest, len(pack["seq_boundaries"]) - 1)))
@@ -57,7 +57,7 @@ def rows_of_shard(prefix: Path) -> list[list[Trained]]:
 
 
 def epoch(prefix: Path) -> list[list[Trained]]:
-    """What both ranks are given in one epoch, in the order of their first token ids."""
+    """Return the rows that both ranks get in one epoch, sorted by their first token ids."""
     packs = len(Shard(prefix))
     taken = [list(islice(loader(prefix, rank), packs)) for rank in (0, 1)]
     rows = [[row for batch in batches for row in sequences_of(batch)] for batches in taken]

@@ -43,7 +43,7 @@ def trainer(prefix: Path, folder: Path) -> Any:
 
 
 def found(batch: dict[str, Any]) -> list[Trained]:
-    """The sequences of a batch, which is one row, padding included."""
+    """Return the sequences of a batch of one row, including padding."""
     (ids,), (labels,) = batch["input_ids"].tolist(), batch["labels"].tolist()
     bounds = batch["cu_seq_lens_q"].tolist()
     assert batch["position_ids"][0].tolist() == [at for a, b in pairwise(bounds) for at in range(b - a)]

@@ -1,4 +1,4 @@
-"""verl: its own creation of the data set, loader, collator and SFT loss."""
+"""verl: our data in its own data set, loader, collator and SFT loss."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def batches(prefix: Path) -> Any:
 
 
 def learnt_by_the_loss(batch: dict[str, Any]) -> list[list[bool]]:
-    """Which tokens the loss depends on: those whose log-probability it has a gradient for.
+    """Return the tokens that the loss depends on: it has a gradient for their log-probability.
 
-    verl's model gives at each position the log-probability of the next token.
+    verl's model returns at each position the log-probability of the next token.
     """
     log_probs = torch.zeros_like(batch["input_ids"].values(), dtype=torch.float32).requires_grad_()
     nested = torch.nested.nested_tensor_from_jagged(log_probs, batch["input_ids"].offsets())

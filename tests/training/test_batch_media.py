@@ -1,4 +1,4 @@
-"""Images and audio in batches: where they stand, in which order they come, and what ``MediaInputs`` makes of them."""
+"""Images and audio in batches: their positions, their order, and the tensors of ``MediaInputs``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_random(prefix: Path, seed: int, count: int = 30) -> str:
 
 
 def by_reading_packs(shard: Shard, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The slow twin of ``find_items``: every pack is read, and each item looked for among all sequences."""
+    """The slow twin of ``find_items``: read every pack, and search all sequences for each item."""
     places = [
         (int(begin) + item.start, item)
         for begin, pack in zip(shard.token_offsets, shard, strict=False)
@@ -85,7 +85,7 @@ def test_items_are_found_for_any_sequences_in_any_order(
     [("starts", 3, "M6"), ("lengths", 0, "M6"), ("lengths", 4, "M7"), ("kinds", 9, "M8"), ("blobs", 5, "M9")],
 )
 def test_places_that_break_a_rule_are_errors(tmp_path: Path, name: str, value: int, rule: str) -> None:
-    """All checksums are right, so that only the rules themselves can tell."""
+    """All checksums are correct, so only the rules can detect it."""
     with ShardWriter(tmp_path / "x", media=True, capacity=CAPACITY, durable=False) as writer:
         writer.add_pack(range(8), [0] * 8, [0, 4], media=[item_of("image", 0, 2), item_of("image", 2, 1)])
     damaged = reseal_media(with_entry(seven_files(tmp_path / "x"), name, 0, value))
@@ -96,7 +96,7 @@ def test_places_that_break_a_rule_are_errors(tmp_path: Path, name: str, value: i
         assembler.assemble([0])
 
 
-# ---- where they stand in rows ----
+# ---- positions in rows ----
 
 
 @settings(deadline=None, max_examples=40)
@@ -134,7 +134,7 @@ def test_padding_stands_between_sequences_and_never_inside_an_item(
 
 
 def carried(dataset: Any, ranks: int, micro: int, batch: int, consumed: int = 0, **options: Any) -> list[Any]:
-    """The items of each global batch, by row; of all ranks together."""
+    """Return the items of each global batch by row, from all ranks together."""
     rows, steps = rows_of(dataset), list[list[Any]]()
     for rank in range(ranks):
         sampler = PackedBatchSampler(
@@ -156,7 +156,7 @@ def carried(dataset: Any, ranks: int, micro: int, batch: int, consumed: int = 0,
 
 
 def by_row(batch: dict[str, Any]) -> list[Any]:
-    """For each row its tokens and its items in order."""
+    """Return for each row its tokens and its items in order."""
     rows: list[list[Any]] = [[] for _ in batch["tokens"]]
     for item in batch["media"]:
         rows[item.row].append((item.kind, item.start, item.length, bytes(item.data)))
@@ -166,7 +166,7 @@ def by_row(batch: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_run_goes_on_with_the_same_media_on_other_ranks(tmp_path: Path, planned: bool, balance: bool) -> None:
-    """A shuffled blend of shards with images and audio, and of text; stopped in the middle of an epoch."""
+    """The data is a shuffled blend of shards with media and with text only. The run stops in the middle of an epoch."""
     paths = [
         write_random(tmp_path / "a", 1),
         write_packs(tmp_path / "text", 20, capacity=CAPACITY),
@@ -199,7 +199,7 @@ def test_of_a_remote_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 1, 2)])
 def test_live_data_go_on_with_all_media_on_other_ranks(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    """Every pack comes once, with its images and audio, whichever ranks read the catalog before and after."""
+    """Every pack comes once, with its images and audio, for any number of ranks before and after."""
     catalog = Catalog(tmp_path)
     expected = []
     for number in range(4):
@@ -224,15 +224,15 @@ def test_live_data_go_on_with_all_media_on_other_ranks(tmp_path: Path, sizes: tu
                     found += by_row(batch)
                 after.append(batches.state_dict())
         states = json.loads(json.dumps(after))
-    # Rows that fill up the last step come twice.
+    # Rows that fill the last step come twice.
     assert {repr(row) for row in found} == {repr(row) for row in expected}
 
 
-# ---- what the encoders cost ----
+# ---- costs of encoders ----
 
 
 def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
-    """Packs of one length: attention alone would call them equal."""
+    """Packs have equal lengths, so by attention they would count as equal."""
     rng = np.random.default_rng(3)
     numbers = rng.integers(0, 30, 64)
     with ShardWriter(tmp_path / "x", media=True, capacity=CAPACITY, pad_id=0, durable=False) as writer:
@@ -260,13 +260,13 @@ def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
             of_ranks.append(sum(int(real_work[rows.packs(samples)].sum()) for samples in sampler))
         spreads[name] = (max(of_ranks) - min(of_ranks)) / max(of_ranks)
     assert spreads["default"] < 0.02
-    assert spreads["text"] > 0.1  # as they come, where encoders cost nothing
+    assert spreads["text"] > 0.1  # in the original order if encoders cost nothing
 
 
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ({"images": 5}, "'images' is not a kind of item; the kinds are image, audio"),
+        ({"images": 5}, "unknown kind 'images'; the kinds are image, audio"),
         ({"image": -1}, "-1 for image, expected numbers from 0"),
         ({"image": float("nan")}, "nan for image"),
         ({"audio": float("inf")}, "inf for audio"),
@@ -276,7 +276,7 @@ def test_the_work_of_encoders_is_dealt_out_evenly_too(tmp_path: Path) -> None:
     ],
 )
 def test_costs_that_say_nothing_are_errors(tmp_path: Path, costs: Any, message: str) -> None:
-    """Ranks would be kept level by numbers that nobody meant, or by the smallest integer there is."""
+    """Ranks would be balanced by unintended numbers, or by the smallest integer."""
     path = write_random(tmp_path / "x", 1)
     with pytest.raises(FormatError, match=f"media_costs: {message}"):
         config_of(path, sequence_length=CAPACITY, media=keep_items, media_costs=costs)
@@ -290,9 +290,9 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         lambda **options: config_of(path, sequence_length=CAPACITY, **options),
         lambda **options: LiveConfig(0, 1, CAPACITY, **options),
     ):
-        with pytest.raises(FormatError, match="media and ignore_media exclude each other"):
+        with pytest.raises(FormatError, match="media and ignore_media cannot be combined"):
             make(media=keep_items, ignore_media=True)
-    with pytest.raises(FormatError, match="media_costs are for batches that carry images"):
+    with pytest.raises(FormatError, match="media_costs only apply to batches with images"):
         config_of(path, sequence_length=CAPACITY, ignore_media=True, media_costs={"image": 5})
     with pytest.raises(FormatError, match="media: Megatron's packing scheduler"):
         config_of(path, sequence_length=CAPACITY, media=keep_items, single_sequences=True)
@@ -326,7 +326,7 @@ def test_steps_add_to_a_batch_and_replace_nothing(tmp_path: Path, made: Any, mes
 
 
 class Chosen(torch.utils.data.Dataset[Any]):
-    """Some samples of a data set, which a ``DataLoader`` can only ask for one by one."""
+    """Some samples of a data set that a ``DataLoader`` can only request one by one."""
 
     def __init__(self, dataset: Any, samples: Sequence[int]) -> None:
         self.dataset, self.samples = dataset, samples
@@ -339,7 +339,7 @@ class Chosen(torch.utils.data.Dataset[Any]):
 
 
 def test_rows_that_are_stacked_one_by_one_do_not_lose_their_images(tmp_path: Path) -> None:
-    """torch stacks rows by the names that the first of them has. A blend of Megatron's gives single rows."""
+    """torch stacks rows by the names in the first row. A blend of Megatron returns single rows."""
 
     def counted(batch: MediaBatch) -> dict[str, Any]:
         return {"count": torch.tensor([len(batch.items)])} if batch.items else {}
@@ -354,7 +354,7 @@ def test_rows_that_are_stacked_one_by_one_do_not_lose_their_images(tmp_path: Pat
 
 
 def test_rows_of_a_blend_whose_index_was_not_opened_yet(tmp_path: Path) -> None:
-    """As Megatron leaves it with defer_npy_index_mmap: only reading a sample opens it, and none can be read alone."""
+    """With defer_npy_index_mmap, Megatron opens the index only when a sample is read, which is an error here."""
     paths = [write_random(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
     (blend, *_) = build(config_of((paths, [0.5, 0.5]), sequence_length=CAPACITY, media=keep_items), (40, 0, 0))
     expected = rows_of(blend).packs(range(40)).tolist()
@@ -370,7 +370,7 @@ def test_rows_of_a_blend_whose_index_was_not_opened_yet(tmp_path: Path) -> None:
 
 
 def media_batch(tokens: Sequence[int], items: Sequence[MediaItem]) -> MediaBatch:
-    """One row that is one sequence."""
+    """Return a batch of one row with one sequence."""
     placed = [BatchItem(item.kind, item.start, item.length, item.data, 0, 0) for item in items]
     ids = torch.tensor([tokens])
     zero = np.zeros(1, np.int64)
@@ -453,31 +453,31 @@ def test_what_cannot_be_is_an_error(processor: Any, folder: Path, inputs: MediaI
 
     fits = of_images(processor, [png(30, 30)])
     short = fits._replace(items=[BatchItem("image", 1, 15, fits.items[0].data, 0, 0)])
-    with pytest.raises(FormatError, match=r"makes 16 positions of it, the shard has 15; take the processor"):
+    with pytest.raises(FormatError, match=r"expands it to 16 positions, but the shard has 15; use the processor"):
         inputs(short)
-    with pytest.raises(FormatError, match=r"image at position 1 of row 0: no image that can be decoded"):
+    with pytest.raises(FormatError, match=r"image at position 1 of row 0: the image cannot be decoded"):
         inputs(of_images(processor, [png(30, 30)[:200]]))
     with pytest.raises(FormatError, match="takes no audio"):
         inputs(fits._replace(items=[BatchItem("audio", 1, 16, wav(100), 0, 0)]))
-    with pytest.raises(FormatError, match=r"no folder with a config\.json"):
+    with pytest.raises(FormatError, match=r"no config\.json of the model"):
         MediaInputs(folder)
-    with pytest.raises(FormatError, match="transformers makes no processor"):
+    with pytest.raises(FormatError, match="transformers cannot load a processor"):
         MediaInputs(tmp_path, LlavaConfig())
-    with pytest.raises(FormatError, match="transformers makes no configuration"):
+    with pytest.raises(FormatError, match="transformers cannot load a configuration"):
         MediaInputs(folder, tmp_path)
     hybrid = LlavaConfig(
         text_config={"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 4, "num_hidden_layers": 4}
     )
-    with pytest.raises(FormatError, match=r"has linear_attention, and in such layers .* would see each other"):
+    with pytest.raises(FormatError, match=r"has layers of the type linear_attention .* would see each other"):
         MediaInputs(folder, hybrid)
-    with pytest.raises(FormatError, match="takes neither images nor audio"):
+    with pytest.raises(FormatError, match="supports neither images nor audio"):
         MediaInputs(processor.tokenizer, BertConfig())
     with pytest.raises(FormatError, match="threads 0"):
         MediaInputs(folder, LlavaConfig(), threads=0)
 
 
 def test_it_goes_to_workers(processor: Any, inputs: MediaInputs, tmp_path: Path) -> None:
-    """It pickles as its folder; and threads that this process had are not waited for in a fork of it."""
+    """It pickles as its folder, and a fork does not wait for threads of the parent."""
     assert len(pickle.dumps(inputs)) < 5_000
     files = [png(30 + n, 50, seed=n) for n in range(6)]
     whole = of_images(processor, files)
@@ -509,7 +509,7 @@ def test_it_goes_to_workers(processor: Any, inputs: MediaInputs, tmp_path: Path)
 
 
 def test_a_placeholder_that_a_text_spells_is_an_error(processor: Any, inputs: MediaInputs) -> None:
-    """The model would look for features there: of the next image, or of none. Padding is no text."""
+    """The model would insert features there: of the next image, or of none. Padding does not count as text."""
     number = int(processor.image_token_id)
     fits = of_images(processor, [png(30, 30)])
     tokens = torch.cat([fits.tokens, torch.tensor([[number]])], dim=1)
@@ -517,12 +517,12 @@ def test_a_placeholder_that_a_text_spells_is_an_error(processor: Any, inputs: Me
     assert torch.equal(padding["pixel_values"], inputs(fits)["pixel_values"])
     spelt = fits._replace(tokens=tokens, lengths=fits.lengths + 1)
     for batch in (spelt, spelt._replace(items=[])):
-        with pytest.raises(FormatError, match=r"of row 0: '<image>', at which the model looks for image"):
+        with pytest.raises(FormatError, match=r"of row 0: the placeholder '<image>' has no image"):
             inputs(batch)
 
 
 def test_a_model_around_another_is_told_from_it(processor: Any, folder: Path, tmp_path: Path) -> None:
-    """A language model alone counts positions in one dimension, whatever the model around it does."""
+    """A language model by itself counts positions in one dimension, unlike the multimodal model around it."""
     from transformers import LlamaConfig, LlavaConfig, Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
 
     for config in (LlamaConfig(), Qwen2_5OmniConfig()):

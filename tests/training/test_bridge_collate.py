@@ -1,7 +1,7 @@
-"""``ds[i]`` goes into Megatron-Bridge's packed collate as it is: its dictionary contract, in a collate of our own.
+"""``ds[i]`` can be passed to Megatron-Bridge's packed collate function; a reimplementation of it is used here.
 
-That collate takes ``input_ids``, ``loss_mask`` and ``seq_boundaries`` of each pack, cuts the last token off every
-sequence for the inputs and the first for the labels, and reads the mask at the positions of the inputs.
+Bridge's function takes ``input_ids``, ``loss_mask`` and ``seq_boundaries`` of each pack. It removes the last token of
+every sequence for the inputs and the first for the labels, and reads the mask at the positions of the inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAD = 0
 
 
 def packed_collate(items: Sequence[dict[str, Any]], length: int, width: int) -> dict[str, torch.Tensor]:
-    """Rows of ``length`` positions with boundaries padded to one width, all from slices of what the items hold."""
+    """Return rows of ``length`` positions with boundaries padded to one width, made of slices of the items."""
     columns: dict[str, list[list[int]]] = {
         key: [] for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
     }
@@ -49,7 +49,7 @@ def packed_collate(items: Sequence[dict[str, Any]], length: int, width: int) -> 
 
 
 def trained(batch: dict[str, torch.Tensor], row: int) -> list[tuple[list[int], int]]:
-    """What is learned in a row: each label that counts, after the tokens that its segment lets it see."""
+    """Return the trained labels of a row, each with the tokens of its segment before it."""
     found = []
     for a, b in pairwise(batch["cu_seqlens"][row].tolist()):
         for j in range(a, b):
@@ -59,7 +59,7 @@ def trained(batch: dict[str, torch.Tensor], row: int) -> list[tuple[list[int], i
 
 
 def expected(sample: Sample) -> list[tuple[list[int], int]]:
-    """The same from the token-aligned mask that the pack was made with."""
+    """Return the same, computed from the token-aligned mask of the sample."""
     return [
         (sample.tokens[a:j], sample.tokens[j])
         for a, b in pairwise(sample.bounds)
@@ -75,7 +75,7 @@ def test_a_pack_is_collated_as_it_is(tmp_path: Path, dtype: Any) -> None:
     dataset = SFTIndexedDataset(str(tmp_path / "x"))
     assert set(dataset[0]) == {"input_ids", "loss_mask", "seq_boundaries"}
     batch = packed_collate([dataset[i] for i in range(len(dataset))], 64, 8)
-    # As if the packs were the lists that Bridge unpickles.
+    # Lists, as in packs that Bridge unpickles.
     lists = [
         {"input_ids": pack.tokens, "loss_mask": [int(m) for m in pack.label_mask], "seq_boundaries": pack.bounds}
         for pack in packs
@@ -88,7 +88,7 @@ def test_a_pack_is_collated_as_it_is(tmp_path: Path, dtype: Any) -> None:
 
 
 class FollowsTheirs:
-    """What Megatron-Bridge's packed data set does around the two methods that our class replaces."""
+    """Megatron-Bridge's packed data set without the two methods that our class replaces."""
 
     def __init__(self, file_path: str, mapping: list[int] | None = None, max_seq_length: int = 64) -> None:
         self.file_path, self.samples_mapping, self.max_seq_length = file_path, mapping, max_seq_length
@@ -100,7 +100,7 @@ class FollowsTheirs:
 
 @pytest.fixture
 def packed_shard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Our class, made of that one."""
+    """Provide our class, derived from that one."""
     theirs = ModuleType("megatron.bridge.data.datasets.sft")
     theirs.GPTSFTPackedDataset = FollowsTheirs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
@@ -143,5 +143,5 @@ def test_our_class_on_theirs_refuses_what_it_would_train_wrongly(tmp_path: Path,
 def test_our_class_on_theirs_refuses_images(tmp_path: Path, packed_shard: Any) -> None:
     with ShardWriter(tmp_path / "x", media=True) as writer:
         writer.add_pack([5, 90, 90, 7], [0, 0, 1, 0], [0], media=[MediaItem("image", 1, 2, b"a PNG")])
-    with pytest.raises(FormatError, match=r"holds images or audio, .* use BridgeVLMConfig"):
+    with pytest.raises(FormatError, match=r"contains images or audio, .* use BridgeVLMConfig"):
         packed_shard(str(tmp_path / "x"))

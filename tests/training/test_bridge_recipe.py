@@ -1,6 +1,6 @@
-"""The recipe of docs/bridge.md, pasted into an empty folder: each batch of Megatron-Bridge is one of the shard.
+"""The script of docs/bridge.md, run in an empty folder: batches of Megatron-Bridge contain exactly the shard's packs.
 
-It runs on the Bridge that is installed, or on the checkout in MEGATRON_BRIDGE.
+It uses the installed Bridge, or the checkout in MEGATRON_BRIDGE.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,15 @@ from megatron_sft_idx.shard import Shard
 pytestmark = pytest.mark.skipif(bridge_folder() is None, reason=MISSING)
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/megatron_bridge.py"
 BLOCKS = blocks_of("docs/bridge.md")
 LENGTH, BATCH = 1024, 4
-# How a row of a batch is told from all others: what it holds at each trained position, and where sequences begin.
+# The key of a row of a batch: its values at each trained position, and the starts of sequences.
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def scripts() -> dict[str, str]:
-    """The script of the page, and the same with each of the other data sets."""
+    """Return the script of the page, and variants with each of the other data sets."""
     (whole,) = (block.text for block in BLOCKS if block.kind == "python bridge")
     (place,) = (node for node in ast.parse(whole).body if isinstance(node, ast.Assign) and is_dataset(node))
     lines = whole.splitlines(keepends=True)
@@ -51,7 +54,7 @@ def is_dataset(node: ast.Assign) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What was an empty folder before the page's commands were pasted into it."""
+    """Provide a new folder in which the page's commands were run."""
     here, names = tmp_path_factory.mktemp("pasted"), tmp_path_factory.mktemp("names")
     (names / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats()), encoding="utf-8")
     mine = {"MODEL": str(TOKENIZER), "CHATS": str(names / "chats.jsonl")}
@@ -63,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(script: str, folder: Path) -> dict[str, Any]:
-    """What ``bridge_recipe`` keeps of a script."""
+    """Run a script with ``bridge_recipe`` and return its batches."""
     (folder / "finetune.py").write_text(script, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/bridge_recipe.py"), "finetune.py", "batches.pt"]
     paths = os.pathsep.join([str(ROOT), *sys.path])
@@ -75,7 +78,7 @@ def run(script: str, folder: Path) -> dict[str, Any]:
 
 
 def expected_row(pack: Any, eos_id: int) -> Row:
-    """A pack as a row of a batch, without the last position of each sequence; all padding is one more sequence."""
+    """Return a pack as a row of a batch, without the last position of each sequence. Padding is one more sequence."""
     columns: tuple[list[int], ...] = ([], [], [], [])
     bounds = [0]
     ids, mask = pack["input_ids"].tolist(), pack["loss_mask"].tolist()
@@ -106,7 +109,7 @@ def rows_of_batch(batch: dict[str, Any]) -> list[Row]:
 
 
 def differences(batches: list[dict[str, Any]], shard: Path, eos_id: int, epochs: int, whole: bool) -> list[str]:
-    """What rows of all batches are not as the shard has them; empty where all are, and each in each epoch."""
+    """Return all differences between rows of batches and the shard, and packs that do not come once per epoch."""
     packs = [expected_row(pack, eos_id) for pack in Shard(shard)]
     known, masked = Counter(packs), {(t, la, (0,) * LENGTH, p, b) for t, la, _, p, b in packs}
     per_epoch = len(packs) // BATCH
@@ -151,7 +154,7 @@ def test_the_example_trains_on_the_shards_of_the_other_example(tmp_path: Path) -
     config, prefix = ROOT / "examples/sft_qwen3.yaml", tmp_path / "data/sft"
     made = command("preprocess", "--config", config, *given, *smaller, "--output-prefix", prefix)
     assert made.code == 0, made.err
-    script = (ROOT / "examples/megatron_bridge.py").read_text(encoding="utf-8")
+    script = EXAMPLE.read_text(encoding="utf-8")
     sizes = "LENGTH, BATCH = 4096, 32\n"
     assert script.count(sizes) == 1
     found = run(script.replace(sizes, f"LENGTH, BATCH = {LENGTH}, {BATCH}\n"), tmp_path)
@@ -159,8 +162,34 @@ def test_the_example_trains_on_the_shards_of_the_other_example(tmp_path: Path) -
     assert not differences(found["valid"], tmp_path / "data/sft.valid", found["eos_id"], 1, whole=False)
 
 
+@pytest.mark.parametrize("name", ["page", "example"])
+def test_what_a_script_imports_and_sets_is_in_the_sources_of_bridge(name: str) -> None:
+    """Its ``main()`` needs GPUs, so this test reads the sources of Bridge, and of the Megatron that it builds on."""
+    text = scripts()["Parquet"] if name == "page" else EXAMPLE.read_text(encoding="utf-8")
+    bridge, core = bridge_folder(), find_spec("megatron.training")
+    assert bridge is not None
+    assert core is not None
+    fields = [bridge / "training/config.py", bridge / "models/gpt_provider.py"]
+    fields += Path(*(core.submodule_search_locations or ())).glob("config/*.py")
+    settings = "\n".join(path.read_text(encoding="utf-8") for path in fields)
+    (main,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    checked = 0
+    for node in ast.walk(main):
+        if isinstance(node, ast.ImportFrom):
+            place = Path(bridge, *str(node.module).split(".")[2:])
+            files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+            sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+            for imported in node.names:
+                assert re.search(rf"^def {imported.name}\(| as {imported.name},$", sources, re.MULTILINE), imported.name
+                checked += 1
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            assert re.search(rf"^    {node.attr}: ", settings, re.MULTILINE), node.attr
+            checked += 1
+    assert checked > 7
+
+
 def test_a_mask_that_is_off_by_one_is_seen(folder: Path) -> None:
-    """The control: of each row, one position that counts is taken for one that does not, or two are exchanged."""
+    """This is the control: in each row, one trained position is moved, or two are exchanged."""
     found = run(scripts()["Parquet"], folder)
     for key, change in {
         "loss_mask": lambda values: values.roll(1, 1),

@@ -1,7 +1,7 @@
-"""Batches with images for Megatron-Bridge's packed step: what its own collate function makes of the same chats.
+"""Batches with images for Megatron-Bridge's packed step equal batches of its own collate function for the same chats.
 
-They run on the Bridge that is installed, or on the checkout in MEGATRON_BRIDGE. Its step and its models for Qwen-VL
-train on them in ``bridge_vlm_steps``, which says what stands in for a GPU.
+The tests use the installed Bridge, or the checkout in MEGATRON_BRIDGE. Bridge's step and Qwen-VL models train on the
+batches in ``bridge_vlm_steps``, which lists the replacements for code that needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_sft_idx.training.vlm_batch import VLMPacks, bridge_vlm_batch
 pytestmark = pytest.mark.skipif(bridge_folder() is None, reason=MISSING)
 
 ROOT = Path(__file__).parents[2]
-# What the models and the collate function import, and Bridge's data modules do not.
+# Packages that the models and the collate function import, in addition to Bridge's data modules.
 NEEDED = ("einops", "omegaconf", "qwen_vl_utils", "torchvision")
 ABSENT = [name for name in NEEDED if find_spec(name) is None]
 LENGTH = 40
@@ -46,7 +46,7 @@ LENGTH = 40
 
 @pytest.fixture(scope="module", params=["qwen2.5", "qwen3"])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``bridge_vlm_steps`` writes for a model."""
+    """Run ``bridge_vlm_steps`` for a model and return its results."""
     if ABSENT:
         pytest.skip(f"{', '.join(ABSENT)} is not installed: make test-megatron has it, for Python 3.12")
     folder = tmp_path_factory.mktemp("vlm")
@@ -93,7 +93,7 @@ def test_wrong_images_boundaries_and_positions_are_seen(measured: dict[str, Any]
 
 @pytest.fixture
 def bridge() -> Iterator[Any]:
-    """Bridge's own function that packs sequences when it collates."""
+    """Provide Bridge's own function that packs sequences when it collates."""
     before = set(sys.modules)
     make_bare()
     yield import_module("megatron.bridge.data.packing.in_batch").build_mcore_thd_sequence_batch_from_rows
@@ -101,7 +101,7 @@ def bridge() -> Iterator[Any]:
 
 
 def source_of(path: Path, packs: list[list[int]], seed: int = 0) -> StoredPacks:
-    """Packs with sequences of these lengths."""
+    """Return packs with sequences of these lengths."""
     rng = np.random.default_rng(seed)
     with ShardWriter(path) as writer:
         for lengths in packs:
@@ -112,7 +112,7 @@ def source_of(path: Path, packs: list[list[int]], seed: int = 0) -> StoredPacks:
 
 
 def rows_of(source: StoredPacks) -> list[dict[str, Tensor]]:
-    """The sequences as Bridge's collate functions have them before they are packed."""
+    """Return the sequences in the form of Bridge's collate functions before packing."""
     rows = []
     for pack in source.shards:
         bounds = pack["seq_boundaries"].tolist()
@@ -134,7 +134,7 @@ def test_rows_are_packed_as_bridge_packs_them(tmp_path: Path, bridge: Any) -> No
         assembler = BatchAssembler(source, 160, sequence_multiple=within, padding_mask=True)
         made = bridge_vlm_batch(assembler.assemble(range(len(packs))), sequence_multiple=multiple)
         wanted = bridge(rows_of(source), pad_to_multiple_of=multiple)
-        if multiple > 1 and "cu_seqlens_q_padded" not in made:  # 0.6.2 has them where nothing is padded, too
+        if multiple > 1 and "cu_seqlens_q_padded" not in made:  # 0.6.2 has them even if nothing is padded
             for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
                 assert torch.equal(wanted.pop(name, made["cu_seqlens_q"]), made["cu_seqlens_q"])
         assert vars(made.pop("visual_inputs")) == dict.fromkeys(vars(container()))
@@ -175,7 +175,7 @@ def test_what_bridge_cannot_be_given_is_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path / "x", [[5, 2], [3]])
     whole = BatchAssembler(source, LENGTH, padding_mask=True).assemble([0, 1])
     for name, pattern in {
-        "padding_mask": "has no 'padding_mask'; make batches with padding_mask=True, which says where sequences end",
+        "padding_mask": "has no 'padding_mask'; make batches with padding_mask=True, which marks the ends of sequences",
         "labels": "has no 'labels'; make batches with form=\"wide\"",
         "cu_seqlens": "has no 'cu_seqlens'; pass whole batches",
         "tokens": "has no 'tokens'; pass a batch of BatchAssembler or BatchLoader",
@@ -183,7 +183,7 @@ def test_what_bridge_cannot_be_given_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=pattern):
             bridge_vlm_batch({key: value for key, value in whole.items() if key != name})
     for name in ("media", "input_features", "source"):
-        with pytest.raises(FormatError, match=rf"has '{name}', which .* does not take; it takes pixel_values, "):
+        with pytest.raises(FormatError, match=rf"has '{name}', which .* does not accept; it accepts pixel_values, "):
             bridge_vlm_batch({**whole, name: torch.zeros(1)})
     with pytest.raises(FormatError, match="has no tokens"):
         bridge_vlm_batch({**whole, "padding_mask": torch.ones_like(whole["padding_mask"])})

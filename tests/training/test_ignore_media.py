@@ -1,4 +1,4 @@
-"""Whatever makes batches refuses packs with images or audio, carries these, or takes them as text: as it is told."""
+"""All ways to make batches reject packs with images or audio, carry these, or read only text, as requested."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def write_shards(folder: Path, *, media: bool) -> None:
-    """Two shards, one of pairs, and a catalog of two; the same packs with images and audio, or without."""
+    """Write two shards, one of pairs, and a catalog of two shards: the same packs with or without images and audio."""
     samples = [sample for sample in media_samples(1, 2 * COUNT) if len(sample.pack.tokens) <= CAPACITY]
     halves = {"a": samples[: len(samples) // 2], "b": samples[len(samples) // 2 :]}
     for name, packs in halves.items():
@@ -70,7 +70,7 @@ def write_shards(folder: Path, *, media: bool) -> None:
             writer.add_pack([1 + number, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns=pair, **items)  # type: ignore[arg-type]
     catalog = Catalog(folder / "catalog")
     (folder / "catalog").mkdir()
-    _write(Path(catalog.shard_prefix(0)), halves["b"], False)  # the first shard is text in both
+    _write(Path(catalog.shard_prefix(0)), halves["b"], False)  # the first shard has only text in both cases
     _write(Path(catalog.shard_prefix(1)), halves["a"], media)
     catalog.write_producer(ProducerState(Limits(CAPACITY, 8), published=2))
     catalog.write_end(2)
@@ -92,11 +92,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-# ---- every way in: a function of a folder and of the options, which gives batches ----
+# ---- every way to make batches, as a function of a folder and options ----
 
 
 class Anything:
-    """Packs of a class that nobody knows."""
+    """Packs of an unknown class."""
 
     def __init__(self, packs: Any) -> None:
         self.packs = packs
@@ -136,7 +136,7 @@ def planned(folder: Path) -> PlannedPacks:
 
 
 def every_row(dataset: Any, *, media: Any = None, **_: Any) -> Batches:
-    """The rows of a data set; with a media step they come in batches, here of one row."""
+    """Return the rows of a data set. With a media step they come in batches, here of one row."""
     numbers = range(len(dataset))
     if media is None:
         return [dataset[number] for number in numbers]
@@ -153,7 +153,7 @@ def of_megatron(*names: str, **more: Any) -> Callable[..., Batches]:
 
 
 def loaded(folder: Path, **options: Any) -> Batches:
-    """What the rows of a data set give in a worker process, and by a loader."""
+    """Return the batches of a data set from a worker process and from a loader."""
     (dataset, *_) = build(config_of(([str(folder / "a"), str(folder / "b")], None), **options))
     rows = rows_of(dataset)
     one_rank = {"micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1}
@@ -182,7 +182,7 @@ def provided(folder: Path, **options: Any) -> Batches:
 
 
 def provided_by_arguments(folder: Path, **options: Any) -> Batches:
-    """As of a script that adds ``--ignore-media`` to Megatron's."""
+    """Return batches as in a script that adds ``--ignore-media`` to Megatron's arguments."""
     train, *_ = train_valid_test_datasets_provider([None, 0, 0], args=arguments(folder, **options))
     (again, *_) = build_datasets(arguments(folder, **options), [None, 0, 0])
     return [each[index] for each in (train, again) for index in range(len(each))]
@@ -269,7 +269,7 @@ WAYS: dict[str, Callable[..., Batches]] = {
 
 
 def plain(batches: Batches) -> list[list[tuple[str, Any]]]:
-    """Batches that can be compared, sorted: the order of an epoch depends on the id of the shard."""
+    """Return batches in a form for comparison, sorted, because the order of an epoch depends on the id of the shard."""
 
     def value(of: Any) -> Any:
         return of.tolist() if isinstance(of, torch.Tensor | np.ndarray) else of
@@ -287,25 +287,25 @@ def test_media_are_refused_in_one_sentence_and_taken_as_text_with_leave(
     with pytest.raises(FormatError) as caught:
         make(folders["media"])
     message = str(caught.value)
-    assert message.count("holds images or audio") == 1
+    assert message.count("contains images or audio") == 1
     assert "pass ignore_media=True (--ignore-media)" in message
     assert "\n" not in message
     assert "pass media=MediaInputs(FOLDER)" in message
     assert any(name in message for name in ("media", "pack 0"))
     found = plain(make(folders["media"], ignore_media=True))
     assert len(expected) > 0
-    if way not in ("script", "script --repack"):  # their only step takes the first packs of an order of the shard's own
+    if way not in ("script", "script --repack"):  # their single step takes packs in an order that the shard determines
         assert found == expected
     assert len(found) == len(expected)
     assert plain(make(folders["text"], ignore_media=True)) == expected
 
 
-# A script of one's own makes the media step; Megatron's packing scheduler hands on none.
+# A user's script makes the media step itself; Megatron's packing scheduler forwards none.
 CARRYING = [way for way in WAYS if "script" not in way and "single" not in way and "arguments" not in way]
 
 
 def items_by_sequence(*prefixes: Path) -> dict[tuple[int, ...], list[tuple[str, int, int, bytes]]]:
-    """The images and audio of every sequence, found by its tokens, as the shards have them."""
+    """Return the images and audio of every sequence in the shards, by its tokens."""
     found = {}
     for prefix in prefixes:
         for pack in Shard(prefix):
@@ -318,7 +318,7 @@ def items_by_sequence(*prefixes: Path) -> dict[tuple[int, ...], list[tuple[str, 
 
 
 def sequences_of(batch: dict[str, Any]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Row, first position and tokens of each sequence of a batch, or of one row without a batch's dimension."""
+    """Yield row, first position and tokens of each sequence of a batch, or of one row without a batch dimension."""
     if "attention_mask" in batch:
         for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
             yield row, 0, tuple(ids[mask == 1].tolist())
@@ -339,7 +339,7 @@ def sequences_of(batch: dict[str, Any]) -> Iterator[tuple[int, int, tuple[int, .
 
 @pytest.mark.parametrize("way", CARRYING)
 def test_batches_carry_the_media_of_their_sequences(way: str, folders: dict[str, Path]) -> None:
-    """The rest of a batch is as of the same chats without images and audio."""
+    """The rest of a batch equals the batch of the same chats without images and audio."""
     make, folder = WAYS[way], folders["media"]
     shards = ["catalog/shard-000000", "catalog/shard-000001"] if way == "LiveLoader" else ["a", "b", "pairs"]
     known = items_by_sequence(*(folder / shard for shard in shards))
@@ -358,34 +358,34 @@ def test_batches_carry_the_media_of_their_sequences(way: str, folders: dict[str,
 
 
 def test_every_source_of_batches_has_a_way_here() -> None:
-    """A class that gives batches their packs, and is new, needs a line above."""
+    """A new class that provides packs for batches needs a line above."""
     found = set()
     for folder in ("training", "live"):
         package = import_module(f"megatron_sft_idx.{folder}")
         names = {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
-        for name in names.difference(OURS):  # those read packs by StoredPacks
+        for name in names.difference(OURS):  # these read packs through StoredPacks
             members = vars(import_module(name)).values()
             classes = [each for each in members if inspect.isclass(each)]
             found |= {each.__name__ for each in classes if inspect.isfunction(getattr(each, "segments", None))}
             found |= {each.__name__ for each in classes if hasattr(each, "may_not_come")}
     assert found == {
         *("StoredPacks", "PlannedPacks", "JoinedPacks", "OpenShards", "MixedPacks"),
-        "PretrainingPacks",  # text alone
+        "PretrainingPacks",  # text only
         "LegacySource",  # a format without media
         "CatalogShards",
         "LiveChunks",  # below
-        *("PackSource", "LiveShards"),  # what the others have in common
+        *("PackSource", "LiveShards"),  # base classes of the others
     }
 
 
 def test_live_data_are_read_up_to_the_first_shard_with_media(folders: dict[str, Path]) -> None:
-    """The producer adds a shard with media while training goes on."""
+    """The producer adds a shard with media during training."""
     with loader(folders["media"] / "catalog", seq_length=CAPACITY, shuffle=False) as batches:
         count = len(Shard(Catalog(folders["media"] / "catalog").shard_prefix(0)))
         for _ in range(count):
             next(batches)
         state = batches.state_dict()
-        with pytest.raises(FormatError, match=r"shard-000001: holds images or audio"):
+        with pytest.raises(FormatError, match=r"shard-000001: contains images or audio"):
             next(batches)
     goes_on = loader(folders["media"] / "catalog", seq_length=CAPACITY, shuffle=False, ignore_media=True)
     with goes_on as batches:
@@ -396,7 +396,7 @@ def test_live_data_are_read_up_to_the_first_shard_with_media(folders: dict[str, 
 
 
 def test_chats_with_images_in_live_chunks(tmp_path: Path) -> None:
-    """Lines that a processor expands are chats with images, though no shard says so."""
+    """Lines that a processor expands are chats with images, even without a shard."""
     folder = tmp_path / "llava"
     llava(folder)
     image = "data:image/png;base64," + b64encode(png(30, 40)).decode()
@@ -413,7 +413,7 @@ def test_chats_with_images_in_live_chunks(tmp_path: Path) -> None:
     shards = LiveChunks(str(tmp_path), Limits(256, 1), options, num_chunks=1)
     with (
         loader(shards, seq_length=256) as batches,
-        pytest.raises(FormatError, match=r"chunk_00000\.jsonl: holds images"),
+        pytest.raises(FormatError, match=r"chunk_00000\.jsonl: contains images"),
     ):
         next(batches)
     assert isinstance(batches, LiveLoader)

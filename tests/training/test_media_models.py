@@ -1,6 +1,6 @@
-"""Models that take images or audio: packed chats give the loss and the gradients that each chat gives alone.
+"""Models that take images or audio: packed chats give the same loss and gradients as single chats.
 
-``tests/media_models`` has the models whose processors need torchvision.
+Models with processors that need torchvision are tested in ``tests/media_models``.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def test_flash_attention_finds_the_sequences_by_their_positions(case: Case, tmp_
 
 
 def test_the_layout_flash_is_refused(tmp_path: Path) -> None:
-    """LLaVA's image encoder takes the boundaries of the texts for its own."""
+    """LLaVA's image encoder would use the boundaries of the texts."""
     case = Case.of("llava", tmp_path)
-    with pytest.raises(FormatError, match="layout 'flash' does not go together with media"):
+    with pytest.raises(FormatError, match="layout 'flash' cannot be combined with media"):
         as_torch(case.shard, "flash", media=case.inputs())
     use_flash_attention(case.model)
     flash = as_torch(case.shard, "flash", ignore_media=True)
@@ -78,7 +78,7 @@ def test_the_layout_flash_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_attention_is_not_causal_in_images_is_refused(tmp_path: Path) -> None:
-    """In packed rows transformers has Gemma 3 attend to other positions than alone."""
+    """In packed rows, Gemma 3 in transformers attends to other positions than in single rows."""
     family = FAMILIES["gemma3"]
     processor = family.processor(tmp_path / "processor")
     model = family.model(processor)
@@ -116,7 +116,7 @@ def test_batches_without_images_are_of_text(case: Case, tmp_path: Path) -> None:
 
 
 def test_the_trainer_has_the_loss_of_all_chats(tmp_path: Path) -> None:
-    """Images are decoded in its workers; packs are accumulated one by one."""
+    """Images are decoded in the Trainer's workers, and gradients are accumulated pack by pack."""
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it: pip install accelerate")
     case = Case.of("llava", tmp_path)
     ds = as_torch(case.shard, media=case.inputs())

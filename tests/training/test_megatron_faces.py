@@ -1,4 +1,4 @@
-"""The dataset and the builder beside the stock classes they stand in for."""
+"""Our dataset and builder compared with the stock Megatron classes that they replace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stock(prefix: str) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-# ---- the dataset beside the stock one ----
+# ---- the dataset, compared with the stock one ----
 
 
 def test_stock_reads_the_same_tokens(ours: SFTIndexedDataset, stock: IndexedDataset) -> None:
@@ -308,7 +308,7 @@ def test_stock_methods_without_masks_are_refused_in_a_sentence(tmp_path: Path) -
         ("x.idx", {}, "PREFIX.bin"),
         ("x.loss.bin", {}, "PREFIX.bin"),
         ("x.seq.bin", {}, "PREFIX.bin"),
-        ("x.idx.bin", {}, "ends like one of the five"),
+        ("x.idx.bin", {}, "end like one of the five"),
         (".bin", {}, "not a prefix"),
         ("x.bin", {"dtype": np.int64}, "int64"),
         ("x.bin", {"dtype": np.uint8}, "uint8"),
@@ -360,7 +360,7 @@ def test_other_shards_must_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [lambda path: path, Path, lambda path: path.parent / "." / "y" / ".." / path.name])
 def test_finalize_takes_the_index_path_it_would_use(tmp_path: Path, form: Any) -> None:
     builder = SFTIndexedDatasetBuilder(str(tmp_path / "x.bin"))
-    with pytest.raises(FormatError, match="share one prefix"):
+    with pytest.raises(FormatError, match="have the same prefix"):
         builder.finalize(str(tmp_path / "y.idx"))
     header = builder.finalize(str(form(tmp_path / "x.idx")))
     assert header == SFTIndexedDataset(str(tmp_path / "x")).header

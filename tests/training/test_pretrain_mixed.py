@@ -1,4 +1,4 @@
-"""tools/pretrain_sft.py on a blend with pretraining data: resumed, by two processes, evaluated, losses by source."""
+"""tools/pretrain_sft.py on a blend with pretraining data: resume, two processes, evaluation, losses by source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = 2048
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's chats, and documents of random tokens which are not among the chats' most frequent."""
+    """Provide the demo's chats, and documents of random tokens that are rare in the chats."""
     folder = tmp_path_factory.mktemp("data")
     outcome = preprocess(folder / "chats", capacity=LENGTH)
     assert outcome.code == 0, outcome.err
@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
 
 
-# In make test, two processes read such a blend in test_training_distributed, and train in test_pretrain_script.
+# In make test, test_training_distributed reads such a blend with two processes.
 @pytest.mark.slow
 def test_two_processes_train_on_the_same(data: Path, tmp_path: Path, whole: Curve) -> None:
     plan = tmp_path / "plan.json"
@@ -95,7 +95,7 @@ def test_two_processes_train_on_the_same(data: Path, tmp_path: Path, whole: Curv
     assert losses[0] == losses[1]
     assert difference(losses[0], whole.losses) <= TOLERANCE
     parts = [np.load(tmp_path / f"mixed.{rank}.npy", allow_pickle=True).tolist() for rank in range(2)]
-    # Micro-batches of two rows, in turn.
+    # The ranks take turns, with micro-batches of two rows.
     rows: Rows = [row for i in range(0, len(parts[0]), 2) for part in parts for row in part[i : i + 2]]
     assert_bitwise(rows, whole.rows)
 
@@ -110,7 +110,7 @@ def test_losses_by_source_and_evaluation(
     names = {name for line in lines for name in line if name.startswith("loss of ")}
     assert "loss of pretrain:web" in names
     assert len(names) == 2
-    # Uniform over four hundred tokens of two thousand, and unseen: about the log of the vocabulary.
+    # For unseen, uniform tokens the loss is about the log of the vocabulary.
     assert lines[0]["loss of pretrain:web"] == pytest.approx(np.log(VOCABULARY), rel=0.05)
     assert "validation  loss" in capsys.readouterr().out
 
@@ -139,7 +139,7 @@ def test_tokens_outside_the_vocabulary_are_refused(script: ModuleType, data: Pat
 
 
 def test_so_are_those_of_validation_data(script: ModuleType, data: Path, tmp_path: Path) -> None:
-    """The first documents, of which training data is, are like all others."""
+    """The first documents, used as training data, are like all others."""
     builder = IndexedDatasetBuilder(f"{tmp_path}/web.bin", dtype=np.int32)
     for number in range(100):
         builder.add_item(torch.full((600,), VOCABULARY if number >= 90 else 5))

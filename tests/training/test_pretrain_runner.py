@@ -1,4 +1,4 @@
-"""``python -m megatron_sft_idx.pretrain`` runs a script of Megatron-LM on our data sets, and says what is no script."""
+"""``python -m megatron_sft_idx.pretrain`` runs a Megatron-LM script with our data sets, and rejects other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from megatron_sft_idx.pretrain import build_parser, divide, main
 
 ROOT = Path(__file__).parents[2]
-# What a script asks of a checkout: its own megatron.training, whichever is installed.
+# The part of a checkout that a script needs: its own megatron.training, whatever is installed.
 CHECKOUT = {
     "megatron/training/__init__.py": "from .training import pretrain\n",
     "megatron/training/training.py": """
@@ -90,11 +90,11 @@ def test_the_provider_is_replaced_whatever_its_name_and_place(checkout: Path) ->
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("none.py", 2, "none.py: no such script; give the path of Megatron-LM's pretrain_gpt.py"),
-        (".", 2, ": Is a directory; give the path of a script"),
-        ("builders.py", 2, "builders.py: it never calls Megatron's pretrain(); give a script that does"),
-        ("idle.py", 2, "idle.py: it ended without calling Megatron's pretrain(), so nothing was trained"),
-        ("leaving.py", 2, "leaving.py: it ended without calling Megatron's pretrain(), so nothing was trained"),
+        ("none.py", 2, "none.py: no such script; pass the path of Megatron-LM's pretrain_gpt.py"),
+        (".", 2, ": Is a directory; pass the path of a script"),
+        ("builders.py", 2, "builders.py: the script never calls Megatron's pretrain(); use a script that calls it"),
+        ("idle.py", 2, "idle.py: the script ended without calling Megatron's pretrain(), so nothing was trained"),
+        ("leaving.py", 2, "leaving.py: the script ended without calling Megatron's pretrain(), so nothing was trained"),
         ("failing.py", 1, "pretrain: error: --sft is missing\npython -m megatron_sft_idx.pretrain: error: --split is"),
     ],
 )
@@ -112,7 +112,7 @@ def test_without_megatron_the_error_says_where_to_get_it(checkout: Path) -> None
     (checkout / "pretrain_gpt.py").rename(checkout / "alone/pretrain_gpt.py")
     run = ran(checkout / "alone/pretrain_gpt.py")
     assert run.returncode == 2
-    assert "No module named 'megatron.training'; give the script of a Megatron-LM checkout" in run.stderr
+    assert "No module named 'megatron.training'; use the script in a Megatron-LM checkout" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -1,4 +1,4 @@
-"""tools/pretrain_sft.py learns, learns the same from every form of the same packs, and goes on where it stopped."""
+"""tools/pretrain_sft.py trains, has equal losses for every form of the same packs, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's chats, packed at ``chats``, tokenised at ``chats.unpacked``, in halves, and pickled."""
+    """Provide the demo's chats, packed at ``chats``, tokenised at ``chats.unpacked``, in halves, and pickled."""
     folder = tmp_path_factory.mktemp("data")
     outcome = preprocess(folder / "chats", "--keep-corpus", capacity=LENGTH)
     assert outcome.code == 0, outcome.err
@@ -65,7 +65,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def wanted_runs(data: Path, checkpoints: Path) -> dict[str, dict[str, Any]]:
-    """What is run by one process and by two."""
+    """Return the runs for one process and for two."""
     return {
         "shard": {"options": options(data)},
         "legacy": {"options": options(data), "rows": ["legacy", str(data / "chats.npy")]},
@@ -76,13 +76,13 @@ def wanted_runs(data: Path, checkpoints: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(script: ModuleType, data: Path) -> Curve:
-    """A blend trained without a stop."""
+    """Return the curve of an uninterrupted run on a blend."""
     return run(script, blend(data))
 
 
 @pytest.fixture(scope="module")
 def checkpoints(script: ModuleType, data: Path) -> Path:
-    """Where a run on the same blend left its checkpoints when it died two steps later."""
+    """Return the checkpoints of a run on the same blend that died two steps after the last one."""
     folder = data / "checkpoints"
     dead = run(script, blend(data, "--save", folder, "--save-interval", STOP), kill_at=(STOP + 2) * BATCH)
     assert not dead.losses
@@ -91,13 +91,13 @@ def checkpoints(script: ModuleType, data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(script: ModuleType, data: Path, checkpoints: Path) -> dict[str, Curve]:
-    """All runs, in this process."""
+    """Return the curves of all runs, in this process."""
     return {name: run(script, **wanted) for name, wanted in wanted_runs(data, checkpoints).items()}
 
 
 @pytest.fixture(scope="module")
 def together(data: Path, checkpoints: Path) -> dict[str, Curve]:
-    """All runs by two processes, each with every second row of the global batches."""
+    """Return the curves of all runs by two processes, each with every second row of the global batches."""
     plan = data / "plan.json"
     plan.write_text(json.dumps(wanted_runs(data, checkpoints)))
     launched = subprocess.run(
@@ -128,12 +128,12 @@ def assert_bitwise(found: Rows, expected: Rows) -> None:
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """Largest relative difference of a loss."""
+    """Return the largest relative difference of a loss."""
     assert len(found) == len(expected)
     return max(abs(got - wanted) / wanted for got, wanted in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("processes", ["alone", "together"])
+@pytest.mark.parametrize("processes", ["alone", pytest.param("together", marks=pytest.mark.slow)])
 def test_loss_curves_are_the_same_from_every_form_of_the_data(
     processes: str, alone: dict[str, Curve], request: pytest.FixtureRequest
 ) -> None:
@@ -144,7 +144,7 @@ def test_loss_curves_are_the_same_from_every_form_of_the_data(
         print(f"{processes}, {name}: {difference(curves[name].losses, expected.losses):.1e}")
         assert difference(curves[name].losses, expected.losses) <= TOLERANCE
         assert_bitwise(curves[name].rows, expected.rows)
-    # The losses are worth comparing: every step's is another one, and they fall.
+    # The comparison is meaningful: all losses differ, and they fall.
     assert len(set(expected.losses)) == STEPS
     assert np.mean(expected.losses[-3:]) < np.mean(expected.losses[:3])
 
@@ -154,7 +154,7 @@ def test_other_rows_give_another_curve(script: ModuleType, data: Path, alone: di
     assert difference(other.losses, alone["shard"].losses) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("processes", ["alone", "together"])
+@pytest.mark.parametrize("processes", ["alone", pytest.param("together", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_with_the_same_batches(
     processes: str, whole: Curve, request: pytest.FixtureRequest
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_gpt_model_goes_on_as_hybrid_model(
         assert difference(begun.losses, whole.losses[:STOP]) <= TOLERANCE
     resumed = run(script, blend(data, "--load", tmp_path))
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
-    # The moments of the optimizer came too: with the weights alone, it is another curve.
+    # The optimizer's state was loaded too: with only the weights, the curve differs.
     tuned = run(script, blend(data, "--load", tmp_path, "--finetune"))
     assert difference(tuned.losses[:1], begun.losses[:1]) > 1000 * TOLERANCE
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_hybrid_model_is_refused_where_there_is_none(
 def test_another_batch_size_leaves_no_sample_out_and_takes_none_twice(
     script: ModuleType, data: Path, tmp_path: Path, whole: Curve
 ) -> None:
-    """As where another number of processes cannot share the batch size that there was."""
+    """This happens if a new number of processes cannot divide the old batch size."""
     seen: Rows = []
     for steps, batch in ((2, 4), (3, 6), (5, 3)):
         more = ["--save", tmp_path, "--global-batch-size", batch, "--train-iters", steps]
@@ -216,7 +216,7 @@ def test_the_same_command_goes_on_by_itself(
     assert "nothing to train: --train-iters 4" in capsys.readouterr().out
     assert script.parse_arguments([*same, "--load", str(tmp_path)]).load == tmp_path
     assert capsys.readouterr().out == ""
-    # What --load holds is later than what --save does.
+    # The checkpoint in --load is later than the one in --save.
     other = options(data, "--save", tmp_path / "other", steps=2)
     assert len(run(script, other).losses) == 2
     later = options(data, "--save", tmp_path / "other", "--load", tmp_path, steps=5)
@@ -226,7 +226,7 @@ def test_the_same_command_goes_on_by_itself(
     assert f"--save {tmp_path}/other is at step 2, --load {tmp_path} at step 4: resuming from --load\n" in said
     assert f"resuming from {tmp_path}/iter_0000004, after 4 steps\n" in said
     assert script.whole_steps(tmp_path / "other") == [2, 5]
-    # Now it is the other way round.
+    # Now the one in --save is later.
     assert not run(script, later).losses
     assert f"--load {tmp_path} at step 4: resuming from --save\n" in capsys.readouterr().out
 
@@ -263,7 +263,7 @@ def test_the_later_checkpoint_is_continued_and_none_overwritten(
     for step in whole:
         Path(f"save/iter_{step:07d}").mkdir()
         Path(f"save/iter_{step:07d}/metadata.json").touch()
-    Path("save/unfinished").mkdir()  # as a kill while it is written leaves it
+    Path("save/unfinished").mkdir()  # as left by a kill during writing
     held = save if save is not None or not whole else whole[-1]
     command = ["--data-path", "x", "--seq-length", "64", "--save", "save", "--load", "load"]
     if taken in ("save", "load"):
@@ -319,7 +319,7 @@ def test_a_checkpoint_that_is_named_and_not_there(script: ModuleType, data: Path
 
 
 def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
-    """Its parser looks at the script's options too, and refuses what begins like two of its own."""
+    """torchrun's parser also reads the script's options, and rejects prefixes of two torchrun options."""
     for option in script.build_parser()._option_string_actions:
         if option not in ("-h", "--help", "--log"):
             assert torchrun_parser().parse_args(["script.py", option, "1"]).training_script_args == [option, "1"]
@@ -338,17 +338,22 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
         pytest.param(
             ["--global-batch-size", "3"],
             1,
-            r"pretrain_sft.py: error: global batch size 3 is no multiple .*; make it one.*",
+            r"pretrain_sft.py: error: global batch size 3 is not a multiple .*; use a multiple.*",
             marks=pytest.mark.slow,
         ),
-        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1"),
+        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected shares of all packs, such as 98,1,1"),
         pytest.param(
             ["--num-attention-heads", "7"],
             2,
             r"pretrain_sft.py: error: --hidden-size \d+ is not a multiple of --num-.*",
             marks=pytest.mark.slow,
         ),
-        (["--micro-batch-size", "0"], 2, r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*"),
+        pytest.param(
+            ["--micro-batch-size", "0"],
+            2,
+            r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--load", "nowhere"],
             2,
@@ -392,7 +397,7 @@ def test_a_process_that_is_left_alone_says_so_only_where_no_other_has_spoken(fir
 
 @pytest.mark.parametrize("weight", [1.0, 0.3, 2.5])
 def test_weights_are_divided_by_as_megatron_does(weight: float, script: ModuleType, data: Path) -> None:
-    """By the sum of each micro-batch's weights, cut to a whole number, over all micro-batches."""
+    """The divisor is the sum of each micro-batch's weights, rounded down to an integer, over all micro-batches."""
     args = script.parse_arguments([*options(data, "--vocab-size", "256"), "--micro-batch-size", "2"])
     seed_everything(args.seed)
     model = script.build_model(args)
@@ -413,7 +418,7 @@ def test_weights_are_divided_by_as_megatron_does(weight: float, script: ModuleTy
     parameters = dict(model.module.named_parameters())
     for name, gradient in zip(parameters, torch.autograd.grad(total / tokens, list(parameters.values())), strict=True):
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
-    # With weights other than 1 the number of trained tokens is another divisor.
+    # With weights other than 1, the divisor differs from the number of trained tokens.
     assert (tokens == trained) == (weight == 1.0)
 
 

@@ -1,4 +1,4 @@
-"""tools/pretrain_sft.py where its launcher, its output, its checkpoints or its data are not what they were."""
+"""tools/pretrain_sft.py after failures of its launcher, its output, its checkpoints, or changes of its data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def script() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def trained(script: ModuleType, data: Path) -> Path:
-    """Checkpoints of 2 and of 4 steps."""
+    """Provide checkpoints of 2 and of 4 steps."""
     run(script, options(data, "--save", data / "trained", "--save-interval", 2, steps=4))
     return data / "trained"
 
@@ -70,7 +70,7 @@ def train(*given: str) -> subprocess.CompletedProcess[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Not so of a zombie, which nobody may ever ask for."""
+    """Return whether a process is running. Zombies do not count, because their parent may never wait for them."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -82,7 +82,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
-    """And so do processes that they have started, as Megatron does for checkpoints."""
+    """Processes that ranks started end too, such as Megatron's writers of checkpoints."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     metrics = tmp_path / "metrics.jsonl"
     saves = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
@@ -101,7 +101,7 @@ def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> 
         assert len(ranks) == 2
         started = [child for rank in ranks for child in children_of(rank)]
         assert started
-        # The other one then waits in a collective, without an end.
+        # The other rank then waits in a collective endlessly.
         os.kill(ranks[1], signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
@@ -121,7 +121,7 @@ def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_with_an_error_takes_what_it_started_along(data: Path, tmp_path: Path) -> None:
-    """The processes that write its checkpoints would wait for work without an end."""
+    """The processes that write its checkpoints would wait for work endlessly."""
     metrics = tmp_path / "metrics.jsonl"
     saves = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
     command = [sys.executable, str(SCRIPT), *options(data, "--metrics", metrics, *saves, steps=10**6)]
@@ -219,7 +219,7 @@ def test_checkpoints_of_which_none_is_whole_are_refused(
 def test_a_kill_during_a_save_leaves_no_checkpoint_that_is_not_whole(
     script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whenever it comes: the same command goes on from the checkpoint before, or says that there is none."""
+    """At any time: the same command continues from the previous checkpoint, or reports that there is none."""
     checkpoints = tmp_path / "checkpoints"
     same = options(data, "--save", checkpoints, "--save-interval", 1, steps=10)
     command = [sys.executable, str(SCRIPT), *same]
@@ -286,7 +286,7 @@ def test_weights_alone_are_taken_to_other_data(
     assert f"starting with the weights of {checkpoints}/iter_0000004\n" in capsys.readouterr().out
     assert [row["tokens"].tolist() for row in tuned.rows] == [row["tokens"].tolist() for row in anew.rows]
     assert tuned.losses[0] < anew.losses[0]
-    # The same command goes on with what it saved.
+    # The same command continues from its own checkpoint.
     assert len(run(script, options(data, *second, steps=3)).losses) == 1
     assert f"resuming from {tmp_path}/second/iter_0000002, after 2 steps\n" in capsys.readouterr().out
 
@@ -310,7 +310,7 @@ def test_other_shards_at_the_same_path_are_refused(
     moved.mkdir()
     for path in data.glob("chats.*"):
         shutil.copy(path, moved)
-    # The same shards elsewhere, and a split that comes to the same, are the same data.
+    # The same shards at another path, and an equivalent split, are the same data.
     same = ["--data-path", moved / "chats", "--split", "100,0,0", "--save", checkpoints]
     assert len(run(script, options(data, *same)).losses) == 1
     for path in data.glob("others.*"):

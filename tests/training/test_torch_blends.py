@@ -22,7 +22,7 @@ from megatron_sft_idx.training.torch_packs import Layout, WeightedPacks
 
 
 class Numbers:
-    """Packs that are numbers."""
+    """A data set with numbers as packs."""
 
     def __init__(self, name: int, count: int) -> None:
         self.name, self.count = name, count
@@ -46,14 +46,14 @@ def test_a_blend_is_spread_by_its_weights(members: list[tuple[int, float]], num_
     if num_packs is None:
         assert set(packs) == {(name, number) for name, size in enumerate(sizes) for number in range(size)}
         smaller = WeightedPacks(blend.members, weights, len(blend) - 1) if len(blend) > 1 else None
-        # One pack fewer would leave out a pack of some member, or cut its share below its packs.
+        # With one pack fewer, a pack of some member would be missing, or its share would be below its number of packs.
         assert smaller is None or (np.array(shares) * len(smaller) < np.array(sizes) - 1e-6).any()
     else:
         assert len(packs) == num_packs
     assert blend.counts == [sum(each[0] == name for each in packs) for name in range(len(sizes))]
     assert (np.abs(np.array(blend.counts) - shares * len(packs)) < 1 + 1e-6).all()
     for name, size in enumerate(sizes):
-        # Every member is gone through from its first pack to its last, again and again.
+        # Every member is read from its first pack to its last, repeatedly.
         assert [pack for member, pack in packs if member == name] == [i % size for i in range(blend.counts[name])]
     served = np.array([[each[0] == name for name in range(len(sizes))] for each in packs]).cumsum(0)
     even = np.arange(1, len(packs) + 1)[:, None] * np.array(blend.counts) / len(packs)
@@ -86,22 +86,22 @@ def test_blends_of_paths_and_of_datasets(shards: list[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (lambda a, b: [0.5, a, b], r'expected a weight in front of each path: \[0.8, "a", 0.2, "b"\]'),
-        (lambda a, b: [a, 0.5, b, 0.5], "expected a weight in front of each path"),
-        (lambda a, b: [0.5, a, 0.5], "expected a weight in front of each path"),
-        (lambda a, b: [0.5, a, 0, b], "b: blend weight 0.0, weights are above zero"),
-        (lambda a, b: [0.5, a, float("inf"), b], "b: blend weight inf, weights are above zero"),
-        (lambda a, b: [0.5, a, float("nan"), b], "b: blend weight nan, weights are above zero"),
-        (lambda a, b: [0.5, a, -2, b], "b: blend weight -2.0, weights are above zero"),
+        (lambda a, b: [0.5, a, b], r'expected a weight before each path: \[0.8, "a", 0.2, "b"\]'),
+        (lambda a, b: [a, 0.5, b, 0.5], "expected a weight before each path"),
+        (lambda a, b: [0.5, a, 0.5], "expected a weight before each path"),
+        (lambda a, b: [0.5, a, 0, b], "b: blend weight 0.0, expected a number above zero"),
+        (lambda a, b: [0.5, a, float("inf"), b], "b: blend weight inf, expected a number above zero"),
+        (lambda a, b: [0.5, a, float("nan"), b], "b: blend weight nan, expected a number above zero"),
+        (lambda a, b: [0.5, a, -2, b], "b: blend weight -2.0, expected a number above zero"),
         (lambda a, b: [0.5, a, 10**400, b], "b: blend weight a huge number, expected a number above zero"),
-        (lambda a, b: [1e308, a, 1e308, b], "the weights add up to more than a float holds"),
+        (lambda a, b: [1e308, a, 1e308, b], "the sum of the weights is too large for a float"),
         (
             lambda a, b: [1, a, 1e-12, b],
-            "b: with this blend weight, .* come once in 2e[+]12 packs",
+            "b: with this blend weight, 2e[+]12 packs are needed",
         ),
-        (lambda a, b: [1e300, a, 5e-324, b], "b: with this blend weight, every pack would come once in inf packs"),
-        (lambda a, b: [0.5, a, "0.5", b], "expected a weight in front of each path"),
-        (lambda a, b: [0.5, a, 1j, b], "expected a weight in front of each path"),
+        (lambda a, b: [1e300, a, 5e-324, b], "b: with this blend weight, inf packs are needed"),
+        (lambda a, b: [0.5, a, "0.5", b], "expected a weight before each path"),
+        (lambda a, b: [0.5, a, 1j, b], "expected a weight before each path"),
         (lambda a, b: [True, a, True, b], "source: True, expected"),
     ],
 )
@@ -111,12 +111,12 @@ def test_what_is_no_blend_is_refused(source: Any, reason: str, shards: list[str]
 
 
 def test_other_refusals(shards: list[str], tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="num_packs: belongs to a blend"):
+    with pytest.raises(FormatError, match="num_packs: only for a blend"):
         as_torch(shards, num_packs=3)
     for number in (0, 10**15):
         with pytest.raises(FormatError, match=f"num_packs {number}: expected at least one pack, at most 100,000,000"):
             as_torch([1, shards[0]], num_packs=number)
-    with pytest.raises(FormatError, match="pad_to_multiple_of 0: expected a whole number from 1"):
+    with pytest.raises(FormatError, match="pad_to_multiple_of 0: expected a whole number of at least 1"):
         as_torch(shards, pad_to_multiple_of=0)
     ShardWriter(tmp_path / "empty").finalize()
     with pytest.raises(FormatError, match="empty: has no packs; leave it out of the blend"):
@@ -153,7 +153,7 @@ def test_different_tokenizers_are_refused_however_packs_are_handed_over(name: st
     x = str(tmp_path / "x")
     for other in ("same", "unknown"):
         assert len(as_torch(SOURCES[name](x, str(tmp_path / other))))
-    with pytest.raises(FormatError, match=rf"^{x} and others: different tokenizers \(x, y\); keep them apart$"):
+    with pytest.raises(FormatError, match=rf"^{x} and others: different tokenizers \(x, y\); read them separately$"):
         as_torch(SOURCES[name](x, str(tmp_path / "y")))
 
 
@@ -166,7 +166,7 @@ def test_different_tokenizers_of_files_are_refused(name: str, tmp_path: Path) ->
         paths.append(str(tmp_path / f"{made}.{name}"))
         convert(str(tmp_path / made), paths[-1], name)
     for source in (paths, [0.5, paths[0], 0.5, paths[1]], [0.5, paths[0], 0.5, str(tmp_path / "y")]):
-        with pytest.raises(FormatError, match=r"different tokenizers \(x, y\); keep them apart$"):
+        with pytest.raises(FormatError, match=r"different tokenizers \(x, y\); read them separately$"):
             as_torch(source)
     assert len(as_torch([0.5, paths[0], 0.5, str(tmp_path / "x")])) == 2
 

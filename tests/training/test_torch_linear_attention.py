@@ -1,4 +1,4 @@
-"""Models with linear attention: the layout that keeps their sequences apart, and the one that does not."""
+"""Models with linear attention: the layout that separates their sequences, and the one that does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_sft_idx import Shard, as_torch
 
 
 def test_linear_attention_needs_the_layout_padded(tmp_path: Path) -> None:
-    """``flattened`` is wrong for these models, as documented; this fails when transformers repairs it."""
+    """``flattened`` is wrong for these models, as documented. This test fails when transformers repairs it."""
     torch.manual_seed(0)
     write_samples(tmp_path / "x", demo_samples())
     shard = Shard(tmp_path / "x")

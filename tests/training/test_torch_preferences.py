@@ -1,4 +1,4 @@
-"""``dpo_loss`` on batches of ``as_torch``: the loss of TRL, and its gradient, however pairs share packs."""
+"""``dpo_loss`` on batches of ``as_torch``: loss and gradient equal TRL's, for any distribution of pairs to packs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BETA, PAIRS = 0.3, 11
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Pairs of very different lengths, several in a pack."""
+    """Provide a shard of pairs of very different lengths, with several pairs per pack."""
     rng = np.random.default_rng(2)
 
     def text(low: int, high: int) -> str:
@@ -59,13 +59,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def models(pairs: str) -> tuple[Any, Any]:
-    """The model that learns and the reference, in float64: differences are of the method alone."""
+    """Provide the trained model and the reference, in float64, so that only the method makes a difference."""
     policy, reference = (tiny_llama(Shard(pairs).header.vocab_size, seed).double() for seed in (1, 2))
     return policy, reference
 
 
 def sums_of_trl(model: Any, sequences: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As TRL: sequences padded to one length, log-softmax of all logits, a sum over the completion's tokens."""
+    """Compute as TRL does: sequences padded to one length, log-softmax of all logits, sum over completion tokens."""
     longest = max(len(ids) for ids, _ in sequences)
     ids = torch.stack([pad(each, (0, longest - len(each))) for each, _ in sequences])
     seen = torch.stack([pad(torch.ones_like(each), (0, longest - len(each))) for each, _ in sequences])
@@ -144,7 +144,7 @@ def test_batches_of_pairs_have_no_labels(pairs: str, layout: Layout) -> None:
 
 
 def test_a_blend_of_pairs_keeps_pairs_of_one_number_apart(pairs: str, models: tuple[Any, Any]) -> None:
-    """Two members number their pairs alike."""
+    """Two members use the same pair numbers."""
     ds = as_torch([0.5, pairs, 0.5, pairs], preferences=True)
     batch = ds.collate([ds[i] for i in range(len(ds))])
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_pairs_are_no_chats_in_a_wrapper(pairs: str) -> None:
             as_torch(source)
     assert len(as_torch(Subset(opened, [0]), preferences=True)) == 1
     for made in (as_torch(pairs, preferences=True), as_torch([1, pairs], preferences=True).packs):
-        with pytest.raises(FormatError, match="which as_torch has made; pass what it was made of"):
+        with pytest.raises(FormatError, match="already a result of as_torch; pass its original source"):
             as_torch(made)
 
 

@@ -1,4 +1,4 @@
-"""What ``torchruns.torchrun`` starts ends with whoever started it, however that one ends."""
+"""Processes started by ``torchruns.torchrun`` end when the starting process ends, for any reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchruns import torchrun
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0
-# A rank that starts a process and waits, as in a collective whose other ranks are gone.
+# A rank that starts a process and waits, as in a collective with missing ranks.
 RANK = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ launch(Path(sys.argv[1]), sys.argv[1] + "/rank.py", {}, 1)
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that is in ``megatron_setups.launch``."""
+    """Provide a program that is waiting in ``megatron_setups.launch``."""
     (tmp_path / "rank.py").write_text(RANK)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], env=environment)
@@ -46,7 +46,7 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def started(folder: Path, program: subprocess.Popen[bytes], ranks: int = 1) -> list[list[int]]:
-    """Of each rank: its launcher, itself, and what it started."""
+    """Return the processes of each rank: its launcher, itself, and its child."""
     paths, end = [folder / f"{rank}.pids" for rank in range(ranks)], time.monotonic() + PATIENCE
     while not all(path.exists() for path in paths):
         assert program.poll() is None, "it has ended"
@@ -56,7 +56,7 @@ def started(folder: Path, program: subprocess.Popen[bytes], ranks: int = 1) -> l
 
 
 def left(processes: list[list[int]], seconds: float = 10) -> set[int]:
-    """Which of these processes still run after so long; they are killed."""
+    """Return which of these processes still run after ``seconds``, and kill them."""
     every, end = {pid for some in processes for pid in some}, time.monotonic() + seconds
     while running := set(filter(is_running, every)):
         if time.monotonic() > end:
@@ -81,7 +81,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, program: s
 
 
 def test_ranks_end_in_peace_when_their_launcher_is_asked_to_end(tmp_path: Path) -> None:
-    """SIGTERM goes on to the ranks, and the other ranks of one that is killed are ended by torchrun itself."""
+    """torchrun forwards SIGTERM to the ranks, and ends the other ranks if one is killed."""
     (tmp_path / "rank.py").write_text(RANK)
     for how in (signal.SIGTERM, signal.SIGKILL):
         launcher = subprocess.Popen(torchrun(2, tmp_path / "rank.py", "", tmp_path), stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The ``Trainer`` of transformers, with its defaults, trains on what our masks say."""
+"""The ``Trainer`` of transformers, with its defaults, trains exactly on the tokens of our masks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Recorder:
-    """The ``collate`` of a dataset, which remembers which packs made each batch."""
+    """The ``collate`` of a dataset, which records the packs of each batch."""
 
     def __init__(self, dataset: TorchPacks) -> None:
         self.collate = dataset.collate
@@ -66,7 +66,7 @@ def arguments(folder: Path, accumulated: int) -> Any:
 
 
 def by_hand(model: Any, steps: Sequence[Sequence[Pack]], loss_of: Callable[[Any, Sequence[Pack]], Any]) -> list[float]:
-    """Train as the Trainer's defaults do; the loss of each step."""
+    """Train like the Trainer with its defaults, and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, STEPS)
     losses = []
@@ -82,7 +82,7 @@ def by_hand(model: Any, steps: Sequence[Sequence[Pack]], loss_of: Callable[[Any,
 
 
 def packs_of(batches: Sequence[Sequence[list[int]]], prefix: str, accumulated: int) -> list[list[Pack]]:
-    """The packs of each step, by the ids that were recorded."""
+    """Return the packs of each step, found by the recorded ids."""
     by_ids = {tuple(pack["input_ids"].tolist()): pack for pack in Shard(prefix)}
     flat = [[by_ids[tuple(ids)] for ids in batch] for batch in batches]
     firsts = range(0, STEPS * accumulated, accumulated)
@@ -94,7 +94,7 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def apart(model: Any, other: Any) -> float:
-    """The largest difference of a parameter, relative to the largest parameter."""
+    """Return the largest difference of a parameter, relative to the largest parameter."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return max(float((mine - its).detach().abs().max() / its.detach().abs().max()) for mine, its in pairs)
 
@@ -140,7 +140,7 @@ def test_a_model_whose_forward_has_no_positions_is_trained_too(demo: str, tmp_pa
 
 
 class WeightedTrainer(transformers.Trainer):  # type: ignore[misc]
-    """As in docs/transformers.md."""
+    """The class in docs/transformers.md."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**model_inputs(inputs))
@@ -150,7 +150,7 @@ class WeightedTrainer(transformers.Trainer):  # type: ignore[misc]
 
 @pytest.fixture(scope="module")
 def weighted(demo: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo's packs, with weights drawn for what is trained on."""
+    """Provide the demo's packs with random weights on trained tokens."""
     prefix = str(tmp_path_factory.mktemp("weighted") / "x")
     rng = np.random.default_rng(5)
     with ShardWriter(prefix, mask_dtype=np.float32) as writer:

@@ -1,4 +1,4 @@
-"""Data sets for other trainers: what is trained is what the shard says, token by token; here without the trainers."""
+"""Data sets for other trainers: trained tokens equal the shard's masks; tested here without the trainers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sequences = list[tuple[list[int], set[int]]]
 
 
 def write_shard(prefix: Path, seed: int = 0, packs: int = 12, **options: Any) -> str:
-    """Packs of sequences of any length from one token on; ids as high as uint16 has them."""
+    """Write packs of sequences of at least one token, with ids up to the largest uint16."""
     rng = np.random.default_rng(seed)
     with ShardWriter(prefix, capacity=LENGTH, sequence_multiple=MULTIPLE, durable=False, **options) as writer:
         for number in range(packs):
@@ -35,7 +35,7 @@ def write_shard(prefix: Path, seed: int = 0, packs: int = 12, **options: Any) ->
 
 
 def said_by(shard: Shard) -> Sequences:
-    """Of each sequence its tokens and the positions that are trained, slowly."""
+    """Return tokens and trained positions of each sequence, the slow way."""
     found = []
     for pack in shard:
         for start, stop in itertools.pairwise(pack["seq_boundaries"].tolist()):
@@ -45,7 +45,7 @@ def said_by(shard: Shard) -> Sequences:
 
 
 def said_by_row(ids: list[int], labels: list[int], lengths: list[int], padded: list[int]) -> Sequences:
-    """The same of a row whose labels are the next token; and nothing is trained elsewhere."""
+    """Return the same for a row whose labels are the next tokens. Check that nothing else is trained."""
     found, at, trained = [], 0, 0
     for length, whole in zip(lengths, padded, strict=True):
         mine, wanted = ids[at : at + length], labels[at : at + length]
@@ -132,7 +132,7 @@ def test_packs_that_may_not_fit_are_refused_before_training(tmp_path: Path, pref
         AutomodelPacks(prefix, 16)
     with pytest.raises(FormatError, match="may not fit seq_length 32 with sequences rounded up to multiples of 8"):
         AutomodelPacks(prefix, LENGTH, sequence_multiple=8)
-    with pytest.raises(FormatError, match="rows are a multiple"):
+    with pytest.raises(FormatError, match="seq_length must be a multiple"):
         AutomodelPacks(prefix, 30, sequence_multiple=4)
     with pytest.raises(ShardNotFoundError):
         ShardSequences(tmp_path / "nothing")
@@ -162,8 +162,8 @@ def test_torchtitan_goes_on_where_it_stopped_and_nowhere_else(tmp_path: Path, pr
     assert taken(resumed, 6) == whole[4:]
     write_shard(tmp_path / "others", 1)
     for other, said in (
-        (TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1), "seed 0, and this one has 1"),
-        (TorchtitanPacks(prefix, LENGTH), "world_size 2, and this one has 1"),
+        (TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1), "seed 0, but this template has 1"),
+        (TorchtitanPacks(prefix, LENGTH), "world_size 2, but this template has 1"),
         (TorchtitanPacks(tmp_path / "others", LENGTH, world_size=2), "with fingerprint"),
     ):
         with pytest.raises(FormatError, match=said):

@@ -1,4 +1,4 @@
-"""Megatron's arguments that go wrong are refused in a sentence; its packing scheduler gets single sequences."""
+"""Wrong Megatron arguments are errors with an explanation; Megatron's packing scheduler gets single sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.megatron_arguments import RELEASE, require_arguments
 from megatron_sft_idx.training.provider import build_datasets, train_valid_test_datasets_provider
 
-# As Megatron-LM's parser leaves them when everything needed is given.
+# The result of Megatron-LM's parser if all required arguments are given.
 GOOD = {
     "sft": True,
     "create_attention_mask_in_dataloader": False,
@@ -53,14 +53,17 @@ def given(**changed: Any) -> Namespace:
     ("changed", "sentence"),
     [
         ({"sft": False}, "--sft is missing: .* add --sft"),
-        ({"create_attention_mask_in_dataloader": True}, "for ever .* add --no-create-attention-mask-in-dataloader"),
-        ({"calculate_per_token_loss": False}, "weigh the same.* add --calculate-per-token-loss"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel .* loses sequences; leave it out"),
-        ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* give .* dp_balanced, or leave"),
+        ({"create_attention_mask_in_dataloader": True}, "hangs .* add --no-create-attention-mask-in-dataloader"),
+        ({"calculate_per_token_loss": False}, "the same weight.* add --calculate-per-token-loss"),
+        (
+            {"hybrid_context_parallel": True},
+            "--hybrid-context-parallel .* loses sequences; use --context-parallel-size",
+        ),
+        ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* use .* dp_balanced, or leave"),
         ({"sequence_packing_scheduler": "other"}, "--sequence-packing-scheduler other: .* dp_balanced"),
-        ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "room for 8 tokens .* --seq-length 32; raise"),
-        ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* give .* default_dynamic_cp, or"),
-        ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* give .* dp_balanced, or"),
+        ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "allows 8 tokens .* --seq-length 32; raise"),
+        ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* use .* default_dynamic_cp, or"),
+        ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* use .* dp_balanced, or"),
         ({**DYNAMIC, "data_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 8}, "16 tokens on the 2 ranks .*; raise"),
         ({**DYNAMIC, "data_parallel_size": 3, "context_parallel_size": 2}, "size is 6; .* a power of two"),
         (
@@ -78,10 +81,10 @@ def test_what_goes_wrong_is_refused_with_the_remedy(changed: dict[str, Any], sen
 @pytest.mark.parametrize(
     ("changed", "sentence", "since"),
     [
-        ({"micro_batch_size": 2}, "--micro-batch-size 2: Megatron 0.* give --micro-batch-size 1, or take", (0, 19)),
+        ({"micro_batch_size": 2}, "--micro-batch-size 2: Megatron 0.* use --micro-batch-size 1, or", (0, 19)),
         (
             {"context_parallel_size": 2},
-            "--context-parallel-size 2: Megatron 0.* give --context-parallel-size 1",
+            "--context-parallel-size 2: Megatron 0.* use --context-parallel-size 1",
             (0, 18),
         ),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4: .* the first and the last", (0, 17)),
@@ -95,7 +98,7 @@ def test_releases_differ_in_what_they_can(changed: dict[str, Any], sentence: str
 
 def test_ranks_that_make_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = given(tensor_model_parallel_size=2)
-    require_arguments(args, OLD)  # nobody knows what such a script does
+    require_arguments(args, OLD)  # such a script is unknown
     room = "    max_seqlen = torch.empty(1, dtype=torch.int32){}\n"
     hybrid = "    local = torch.empty(1) if args.hybrid_context_parallel else None\n"
     for how, refused in (("if args.hybrid_context_parallel else None", True), ("", False)):
@@ -115,7 +118,7 @@ def test_ranks_that_make_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_release_needs_not_is_not_asked_for() -> None:
     require_arguments(given(sft=False), OLD)
     require_arguments(given(**SCHEDULED, max_seqlen_per_dp_cp_rank=16, context_parallel_size=2), NEW)
-    require_arguments(Namespace(seq_length=32), RELEASE)  # a script of one's own, which has other arguments
+    require_arguments(Namespace(seq_length=32), RELEASE)  # a user's script, which has other arguments
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_another_tokenizer_than_the_shards_is_refused(chats: str, tmp_path: Path
     other["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
     args.tokenizer_model = str(tmp_path)
-    with pytest.raises(FormatError, match=r"chats: tokenized with \w+, the tokenizer of this job is \w+; take"):
+    with pytest.raises(FormatError, match=r"chats: tokenized with \w+, but the tokenizer of this job is \w+; use"):
         train_valid_test_datasets_provider([4, 0, 0], args=args)
     args.tokenizer_model = "somebody/somewhere"  # nothing is downloaded to compare
     train_valid_test_datasets_provider([4, 0, 0], args=args)
@@ -156,7 +159,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(chats: str) -> None:
     args = given(seq_length=544, data_path=[chats], padded_vocab_size=2000)
     train_valid_test_datasets_provider([4, 0, 0], args=args)
     args.padded_vocab_size = 1999
-    with pytest.raises(FormatError, match=r"2000 tokens, the model's vocabulary 1999; raise --vocab-size"):
+    with pytest.raises(FormatError, match=r"2000 tokens, but the model's vocabulary 1999; raise --vocab-size"):
         train_valid_test_datasets_provider([4, 0, 0], args=args)
 
 
@@ -167,7 +170,7 @@ Sequence = tuple[tuple[int, ...], tuple[float, ...]]  # ids and label-aligned ma
 
 
 def sequences_of(prefix: Path) -> list[Sequence]:
-    """Of a shard, sorted."""
+    """Return the sequences of a shard, sorted."""
     found = []
     for pack in Shard(prefix):
         bounds = pack["seq_boundaries"].tolist()
@@ -177,7 +180,7 @@ def sequences_of(prefix: Path) -> list[Sequence]:
 
 
 def sequence_in(sample: dict[str, torch.Tensor]) -> Sequence:
-    """What a sample holds, once its form is checked."""
+    """Check the form of a sample and return its sequence."""
     length, padded = (int(sample[name]) for name in ("original_seq_len", "padded_seq_len"))
     for name in ("tokens", "labels", "position_ids"):
         assert (sample[name].dtype, tuple(sample[name].shape)) == (torch.int64, (padded,))
@@ -197,7 +200,7 @@ def write_lengths(prefix: Path, lengths: list[list[int]], seed: int = 0) -> None
 
 
 def scheduled(prefix: Path, **changed: Any) -> Any:
-    """One epoch, as the provider makes it when Megatron packs, of whatever release."""
+    """Return one epoch from the provider for runs in which Megatron packs, for any release."""
     args = given(**{**SCHEDULED, "data_path": [str(prefix)], "seq_length": 64, **changed})
     train, *_ = build_datasets(args, [None, 0, 0], single_sequences=True)
     return train
@@ -243,7 +246,7 @@ def test_megatrons_scheduler_gives_back_every_sequence(tmp_path: Path, collated:
     for _ in range(1000):
         chosen = random.integers(0, len(data), random.integers(1, 9)).tolist()
         batch = [data[i] for i in chosen]
-        if collated:  # as torch's default collate leaves micro-batches of one
+        if collated:  # the result of torch's default collate for micro-batches of one
             batch = [{name: value[None] for name, value in sample.items()} for sample in batch]
         found = utils._unpack_batch(batch)
         assert [sequence_in(sample) for sample in found] == [expected[i] for i in chosen]
@@ -258,12 +261,12 @@ def test_megatrons_scheduler_gives_back_every_sequence(tmp_path: Path, collated:
 def test_dynamic_context_parallelism_takes_every_sequence_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int, context: int, room: int
 ) -> None:
-    """By the scheduler of Megatron's branch dev, and its division of what each rank gets."""
+    """Uses the scheduler of Megatron's branch dev, and its division among ranks."""
     schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
     if not hasattr(schedule, "DefaultDynamicCPScheduler"):
         pytest.skip("this Megatron has no dynamic context parallelism: run with a checkout of dev in PYTHONPATH")
     from megatron.core.datasets import data_schedule_utils as utils
-    from megatron_pretrain import partitioned  # in place of Transformer Engine's
+    from megatron_pretrain import partitioned  # instead of Transformer Engine's
 
     monkeypatch.setattr(utils, "get_thd_partitioned_indices", partitioned)
     random, ranks = np.random.default_rng(data), data * context
@@ -292,7 +295,7 @@ def test_dynamic_context_parallelism_takes_every_sequence_once(
                 assert positions_of(slices, keys) == positions_of([batch[i] for i in numbers], keys)
         assert sorted(taken) == list(range(16))
     assert len(divided) > 1
-    # Padded as for dp_balanced, some do not divide.
+    # With the padding for dp_balanced, some sequences cannot be divided.
     alone, *_ = train_valid_test_datasets_provider([96, 0, 0], args=given(**SCHEDULED, **same))
     packed = utils.build_packed_microbatches(dict(enumerate(alone)), [[[*range(96)]] * ranks], 0, torch.device("cpu"))
     with pytest.raises(ValueError, match="does not divide"):
@@ -300,12 +303,12 @@ def test_dynamic_context_parallelism_takes_every_sequence_once(
 
 
 def group_of(rank: int, size: int) -> Namespace:
-    """What is asked of a process group."""
+    """Return a replacement for a process group."""
     return Namespace(size=lambda: size, rank=lambda: rank)
 
 
 def positions_of(parts: list[dict[str, torch.Tensor]], keys: tuple[str, ...]) -> list[tuple[float, ...]]:
-    """What stands at each position of some samples, in any order."""
+    """Return the values at each position of some samples, sorted."""
     return sorted(tuple(column) for part in parts for column in zip(*(part[key].tolist() for key in keys), strict=True))
 
 
@@ -315,4 +318,4 @@ def test_hybrid_context_parallelism_would_lose_sequences_of_rows(tmp_path: Path)
     args = given(data_path=[str(tmp_path / "x")], seq_length=16)
     row = build_datasets(args, [1, 0, 0], sequence_multiple=8)[0][0]
     pieces = schedule.HybridCPDataLoaderWrapper.unpack_batch(None, [{**row}])
-    assert [piece["tokens"].tolist() for piece in pieces] == [[1, 2, 3, 4, 5], [0, 0, 0]]  # and not [6, 7, 8]
+    assert [piece["tokens"].tolist() for piece in pieces] == [[1, 2, 3, 4, 5], [0, 0, 0]]  # not [6, 7, 8]

@@ -1,4 +1,4 @@
-"""What each way to attend hands to the model, against brute force; and that the CPU shim leaves nothing behind."""
+"""Inputs to the model for each way to attend, compared with brute force; and cleanup after the CPU replacement."""
 
 from __future__ import annotations
 

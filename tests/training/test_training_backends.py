@@ -1,4 +1,4 @@
-"""Training on shards that are read by every backend: the same batches, blocks read ahead of them."""
+"""Training with every read backend gives the same batches, and blocks are read ahead."""
 
 from __future__ import annotations
 

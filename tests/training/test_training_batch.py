@@ -1,4 +1,4 @@
-"""Batches as tensors: from shards, into buffers of the caller's, for context parallelism, narrow and widened."""
+"""Batches as tensors: from shards, in buffers of the caller, for context parallelism, narrow and widened."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_batches_of_two_shards_are_the_slow_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("multiple", [2, 4, 8])
 def test_sequences_are_padded_for_context_parallelism(tmp_path: Path, multiple: int) -> None:
     rng = np.random.default_rng(multiple)
-    packs = random_samples(20, 40, rng)[1:]  # without the one that is full before it is padded
+    packs = random_samples(20, 40, rng)[1:]  # without the pack that is full before padding
     length = max(pack.padded(8) for pack in packs)
     length += -length % 8
     write_samples(tmp_path / "x", packs, capacity=length, sequence_multiple=8)
@@ -98,7 +98,7 @@ def test_buffers_of_the_callers_are_filled_again_and_again(tmp_path: Path) -> No
         )
         assert batch["tokens"].shape == (len(picked), 40)
         assert not picked or batch["tokens"].data_ptr() == address
-    with pytest.raises(ValueError, match="a batch of 5 rows does not fit the buffers, which have 4"):
+    with pytest.raises(ValueError, match="a batch of 5 rows does not fit the buffers of 4"):
         assembler.assemble([0, 1, 2, 3, 4], out)
     with pytest.raises(ValueError, match="this assembler fills"):
         assembler.assemble([0], Batch(BatchAssembler(source, 48).layout(1)))
@@ -137,14 +137,14 @@ def test_narrow_batches_widen_to_the_wide_ones(tmp_path: Path, multiple: int) ->
         for name, tensor in wide.items():
             assert widened[name].dtype == tensor.dtype, name
             assert torch.equal(widened[name], tensor), name
-        assert narrow["tokens"].dtype == torch.int32  # widen leaves what it is given as it is
+        assert narrow["tokens"].dtype == torch.int32  # widen does not change its argument
 
 
 def test_weights_are_refused_by_a_flag_mask(tmp_path: Path) -> None:
     source, _ = two_shards(tmp_path)
     narrow = BatchAssembler(source, 40, form="narrow")
     narrow.assemble([0, 1])  # the first shard has flags
-    with pytest.raises(ValueError, match="ask for a float32 one"):
+    with pytest.raises(ValueError, match="request a float32 mask"):
         narrow.assemble([0, 20])
 
 
@@ -166,7 +166,7 @@ def test_what_is_announced_changes_nothing_but_the_time(tmp_path: Path) -> None:
 
 
 class Damaged(StoredRows):
-    """A source whose index is of another shard."""
+    """A source with the index of another shard."""
 
     def segments(self, packs: Any) -> Any:
         segments = super().segments(packs)
@@ -182,8 +182,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         BatchAssembler(source, 32)
     with pytest.raises(ValueError, match="pack again with a sequence multiple of 2"):
         BatchAssembler(source, 40, sequence_multiple=2)
-    BatchAssembler(source, 64, sequence_multiple=2)  # the longest pack fits however its sequences are padded
-    with pytest.raises(ValueError, match="row 0: cu_seqlens of width 2 do not hold its"):
+    BatchAssembler(source, 64, sequence_multiple=2)  # the longest pack fits with any padding of its sequences
+    with pytest.raises(ValueError, match="row 0: cu_seqlens of width 2 have no room for its"):
         BatchAssembler(source, 40, width=2).assemble([1])
     with pytest.raises(ValueError, match="the index is damaged"):
         BatchAssembler(Damaged(*source.shards), 40).assemble([1])

@@ -1,4 +1,4 @@
-"""Columns in batches: the slow twin's, whatever reads them, however batches are cut, and what is refused."""
+"""Columns in batches equal a slow twin's, for every reader and division into batches; and errors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ NAMES = tuple(SPECS)
 
 
 def write_shards(folder: Path, count: int = 2, packs: int = 9, **options: Any) -> list[Sample]:
-    """Shards with every kind of column, whose values count through all of them; packs fit a row when padded."""
+    """Write shards with every kind of column and consecutive values. Packs fit into a row with padding."""
     rng, all_packs, first = np.random.default_rng(count), [], 0
     for number in range(count):
         samples = random_samples(packs, CAPACITY, rng)
-        # Far enough apart that no two shards share a value by chance.
+        # Far enough apart that shards share no values.
         write_columned(
             folder / f"x-{number}", samples, first=first, capacity=LENGTH, sequence_multiple=MULTIPLE, **options
         )
@@ -54,7 +54,7 @@ def shards_of(folder: Path, columns: Sequence[str] = NAMES, **options: Any) -> S
 
 
 def slow_columns(folder: Path, assembler: BatchAssembler, picked: Sequence[int], count: int = 2) -> dict[str, Any]:
-    """What a batch of these packs has, from packs that were read one by one."""
+    """Return the columns of a batch of these packs, from packs read one by one."""
     shards = [Shard(folder / f"x-{number}", columns=NAMES) for number in range(count)]
     packs = [pack for shard in shards for pack in shard]
     out = {}
@@ -115,13 +115,13 @@ def test_widening_lets_columns_be(tmp_path: Path) -> None:
     assert all(torch.equal(wide[name], widened[name]) for name in wide)
 
 
-# ---- whatever reads them ----
+# ---- all readers ----
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
 @pytest.mark.parametrize("count", [2, 40])
 def test_every_backend_reads_the_same(tmp_path: Path, backend: Any, count: int) -> None:
-    """Forty small shards would be held in memory; with columns they are opened for each read."""
+    """Forty small shards would be held in memory, but with columns they are opened for each read."""
     write_shards(tmp_path, count, packs=3)
     shards = shards_of(tmp_path, backend=backend)
     assert shards.in_memory is None
@@ -158,14 +158,14 @@ def test_columns_come_out_of_worker_processes(tmp_path: Path, workers: int) -> N
     assert_columns(stacked, slow_columns(tmp_path, assembler, batches[0]))
 
 
-# ---- however batches are cut ----
+# ---- all divisions into batches ----
 
 
 TOP = 8
 
 
 def write_teacher(prefix: Path, packs: int = 60) -> None:
-    """A shard with a teacher's best tokens and what it gives them, attached to it afterwards."""
+    """Write a shard, and attach a teacher's best tokens and their logits as columns."""
     rng = np.random.default_rng(5)
     header = write_samples(prefix, random_samples(packs, CAPACITY, rng), capacity=LENGTH, sequence_multiple=MULTIPLE)
     shape = header.num_tokens, TOP
@@ -174,7 +174,7 @@ def write_teacher(prefix: Path, packs: int = 60) -> None:
 
 
 def own_positions(bounds: list[int], ranks: int, rank: int) -> torch.Tensor:
-    """Of a row that context-parallel ranks share: of each segment a part from the front and one from behind."""
+    """Return a context-parallel rank's positions of a row: a part of each segment's beginning and one of its end."""
     own = []
     for start, stop in pairwise(dict.fromkeys(bounds)):
         part = (stop - start) // (2 * ranks)
@@ -183,9 +183,9 @@ def own_positions(bounds: list[int], ranks: int, rank: int) -> torch.Tensor:
 
 
 def run_job(prefix: Path, samples: range, ranks: int, rows: int, context: int) -> list[dict[int, Any]]:
-    """What a job reads for each pack, by its number: both columns, as its context-parallel ranks have them together.
+    """Return the columns that a job reads for each pack, by its number, joined over context-parallel ranks.
 
-    One dictionary a global batch of 12 samples.
+    There is one dictionary per global batch of 12 samples.
     """
     source = StoredPacks(ShardSet.open(prefix, columns=("topk_ids", "topk_logp")))
     options: dict[str, Any] = {"sequence_multiple": 2 * context if context > 1 else 1, "padding_mask": True}
@@ -207,13 +207,13 @@ def run_job(prefix: Path, samples: range, ranks: int, rows: int, context: int) -
 
 
 def _packs(batch: Tensors, context: int) -> Iterator[list[Any]]:
-    """Of each row tokens and columns without padding, cut among context-parallel ranks and put together again."""
+    """Yield tokens and columns of each row without padding, divided among context-parallel ranks and joined again."""
     names = "tokens", "padding_mask", "topk_ids", "topk_logp"
     for row, bounds in enumerate(batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist()):
         whole = {name: torch.empty_like(batch[name][row]) for name in names}
         for rank in range(context):
             own = own_positions(bounds, context, rank) if context > 1 else torch.arange(LENGTH)
-            for name in names:  # as megatron.core.utils.get_thd_batch_on_this_cp_rank cuts
+            for name in names:  # divided as in megatron.core.utils.get_thd_batch_on_this_cp_rank
                 whole[name][own] = batch[name].index_select(1, own)[row]
         real = ~whole.pop("padding_mask")
         assert not any(whole[name][~real].any() for name in ("topk_ids", "topk_logp"))
@@ -221,7 +221,7 @@ def _packs(batch: Tensors, context: int) -> Iterator[list[Any]]:
 
 
 def test_a_teachers_logits_are_those_of_each_token_on_any_ranks_micro_batches_and_context(tmp_path: Path) -> None:
-    """Begun on two ranks, resumed in mid-epoch on others: what belongs to a token comes with it, whoever reads it."""
+    """A run on two ranks is resumed within an epoch on other numbers of ranks. Values stay with their tokens."""
     write_teacher(tmp_path / "x")
     shard = Shard(tmp_path / "x", columns=("topk_ids", "topk_logp"))
     stored = {i: [pack["topk_ids"].tolist(), pack["topk_logp"].tolist()] for i, pack in enumerate(shard)}
@@ -238,7 +238,7 @@ def test_a_teachers_logits_are_those_of_each_token_on_any_ranks_micro_batches_an
 
 
 def numbered_samples(count: int, first: int = 1) -> list[Sample]:
-    """Packs whose tokens are all different, so that a token tells where it came from."""
+    """Return packs with unique tokens, so that each token identifies its place."""
     rng, made = np.random.default_rng(first), []
     for _ in range(count):
         sizes = rng.integers(1, 9, rng.integers(1, 5)).tolist()
@@ -256,7 +256,7 @@ SOME = {name: spec for name, spec in SPECS.items() if spec.per != "pack"}
 def test_sequences_keep_their_values_when_they_are_packed_at_start_up(
     tmp_path: Path, unpacked: bool, cached: bool
 ) -> None:
-    """Over two shards, in part: of each sequence what packs that were read one by one say of its first token."""
+    """For parts of two shards: compare each sequence with packs read one by one, found by its first token."""
     first, beside = 1, {}
     for number in range(2):
         packs = numbered_samples(30, first)
@@ -289,7 +289,7 @@ def test_sequences_keep_their_values_when_they_are_packed_at_start_up(
 
 
 def pack_on_disk(prefix: Path, source: PlannedPacks, specs: dict[str, ColumnSpec]) -> None:
-    """The packs of a plan as a shard of their own, sequence by sequence, from packs of one sequence each."""
+    """Write the packs of a plan as a new shard, sequence by sequence, from packs of one sequence each."""
     shards = [Shard(path, columns=tuple(specs)) for path in source.shards.prefixes]
     shape: dict[str, Any] = {"capacity": source.capacity, "sequence_multiple": source.sequence_multiple}
     with ShardWriter(prefix, pad_id=3, durable=False, columns=specs, **shape) as writer:
@@ -305,7 +305,7 @@ def pack_on_disk(prefix: Path, source: PlannedPacks, specs: dict[str, ColumnSpec
 
 @pytest.mark.parametrize("seed", range(12))
 def test_packs_planned_at_start_up_give_the_batches_of_packs_on_disk(tmp_path: Path, seed: int) -> None:
-    """Of any columns, plans and sequence multiples."""
+    """This holds for any columns, plans and sequence multiples."""
     rng = np.random.default_rng(seed)
     names = rng.permutation(list(SOME))[: rng.integers(1, len(SOME) + 1)].tolist()
     specs, multiple, first = {name: SOME[name] for name in names}, int(rng.choice([1, 2, 8])), 1
@@ -362,7 +362,10 @@ def test_a_blend_brings_the_columns_of_all_its_parts(tmp_path: Path, planned: bo
 
 
 def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
-    """A blend of packs, with workers and pickled; packed at start-up too; what the shards differ in is refused."""
+    """Tests a blend of packs, with workers and after pickling, also packed at start-up.
+
+    Differing columns are an error.
+    """
     for number in range(2):
         write_columned(tmp_path / f"x-{number}", numbered_samples(30, 1 + 1000 * number), SOME, capacity=CAPACITY)
     paths = [str(tmp_path / f"x-{number}") for number in range(2)]
@@ -379,11 +382,11 @@ def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
         loader = DataLoader(blended.datasets[0], batch_size=4, num_workers=1, collate_fn=whole_batch)
         for name, tensor in next(iter(loader)).items():
             assert torch.equal(tensor, torch.stack([blended.datasets[0][i][name] for i in range(4)]))
-    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler hands on tokens"):
+    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler only supports tokens"):
         config_of(paths[0], sequence_length=CAPACITY, columns=("source",), single_sequences=True)
     with unchecked():
         write_columned(tmp_path / "y", numbered_samples(3), {"source": ColumnSpec("sequence", "u4")}, capacity=CAPACITY)
-    differ = r"y: column source is uint32 x 1 a sequence, in .*x-0 uint32 x 2 a sequence;"
+    differ = r"y: column source is uint32 x 1 per sequence, in .*x-0 uint32 x 2 per sequence;"
     with pytest.raises(FormatError, match=differ):
         config_of(([paths[0], str(tmp_path / "y")], None), sequence_length=CAPACITY, columns=("source",))
 
@@ -405,7 +408,7 @@ def test_data_sets_bring_them_with_packs(tmp_path: Path, count: int) -> None:
     assert all(values.flags.writeable for values in sets[1][0].values() if values.ndim)
 
 
-# ---- refused ----
+# ---- errors ----
 
 
 def test_columns_that_are_not_alike_are_refused_by_the_shards_name(tmp_path: Path) -> None:
@@ -425,7 +428,7 @@ def test_a_column_that_is_missing_in_one_shard_is_refused_by_its_name(tmp_path: 
     write_samples(tmp_path / "x-1", numbered_samples(3), capacity=LENGTH)
     with pytest.raises(ShardNotFoundError, match=r"x-1.*column source"):
         shards_of(tmp_path, ("source",))
-    with pytest.raises(FormatError, match="a name is of small letters"):
+    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
         shards_of(tmp_path, ("Source",))
 
 
@@ -438,12 +441,14 @@ def test_what_was_not_opened_is_not_assembled(tmp_path: Path) -> None:
 
 def test_columns_of_packs_mean_nothing_to_packs_made_at_start_up(tmp_path: Path) -> None:
     write_columned(tmp_path / "x-0", numbered_samples(3), SPECS, capacity=LENGTH)
-    with pytest.raises(FormatError, match=r"x-0: column pack_int8 has a value a pack, .* are others; leave it out"):
+    with pytest.raises(
+        FormatError, match=r"x-0: column pack_int8 has one value per pack, .* makes new packs; leave it out"
+    ):
         PlannedPacks(shards_of(tmp_path, ("pack_int8",)), PlanOptions(LENGTH))
 
 
 def test_a_column_that_is_replaced_meanwhile_is_not_read_as_the_old_one(tmp_path: Path) -> None:
-    """Where files are opened for each read; maps and descriptors stay with what was opened."""
+    """This happens only if files are opened for each read; maps and descriptors keep the old file."""
     header = write_samples(tmp_path / "x", numbered_samples(5), capacity=LENGTH)
     values = np.arange(header.num_tokens, dtype=np.float32)
     for backend in ("mmap", "pread", "reopen"):
@@ -453,7 +458,7 @@ def test_a_column_that_is_replaced_meanwhile_is_not_read_as_the_old_one(tmp_path
         before = assembler.assemble([1])["score"]
         write_column(tmp_path / "x", "score", values + 1, per="token", overwrite=True)
         if backend == "reopen":
-            with pytest.raises(FormatError, match=r"x.score.col: another column was attached since"):
+            with pytest.raises(FormatError, match=r"x.score.col: another column was attached after"):
                 assembler.assemble([1])
         else:
             assert torch.equal(assembler.assemble([1])["score"], before)

@@ -146,7 +146,7 @@ def test_weighted_blend(tmp_path: Path) -> None:
     first = [key_of(row) for row in (blend[i] for i in range(120)) if row["dataset_id"] == 0]
     assert Counter(first) == dict.fromkeys(pack_keys(30), 3)
     assert len({row["cu_seqlens"].shape for row in (blend[i] for i in range(120))}) == 1
-    again = pickle.loads(pickle.dumps(blend))  # what a worker process of a DataLoader gets
+    again = pickle.loads(pickle.dumps(blend))  # as in a worker process of a DataLoader
     assert keys_of(again) == keys_of(blend)
     assert all(isinstance(part, PackedRows) for part in again.datasets)
 
@@ -214,7 +214,7 @@ def test_index_only_blend_of_uneven_corpora_has_one_width(tmp_path: Path) -> Non
     assert {int(blend[i]["dataset_id"]) for i in range(40)} == {0, 1}
 
 
-# ---- what it says, what is pickled ----
+# ---- repr and pickling ----
 
 
 def test_it_says_what_an_epoch_holds(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +233,7 @@ def test_packs_that_train_nothing_are_warned_about(tmp_path: Path, caplog: pytes
     packs = [sample_of([4, 5], lambda p, i=i: int(i != 2), lambda p: p) for i in range(5)]
     write_samples(tmp_path / "a", packs, capacity=CAPACITY)
     config_of(str(tmp_path / "a"))
-    assert "1 of 5 packs train no token at all" in caplog.text
+    assert "1 of 5 packs have no trained token" in caplog.text
     assert "rows of 32 are 28% full" in caplog.text
 
 
@@ -267,25 +267,25 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"blend": ([], None)}, "without any path"),
         ({"blend": (["P", "P"], [1.0, 0.0])}, "a: blend weight 0.0"),
         ({"blend": (["P", "P"], [1.0, float("nan")])}, "a: blend weight nan"),
-        ({"blend": (["P", "P"], [1.0, -1])}, "a: blend weight -1.0, weights are above zero"),
+        ({"blend": (["P", "P"], [1.0, -1])}, "a: blend weight -1.0, expected a number above zero"),
         ({"blend": (["P", "P"], [1.0, 10**400])}, "a: blend weight a huge number, expected a number above zero"),
         ({"blend": (["P", "P"], [1.0, "1"])}, "a: blend weight '1', expected a number above zero"),
-        ({"blend": (["P", "P"], [1e308, 1e308])}, "the weights add up to more than a float holds"),
+        ({"blend": (["P", "P"], [1e308, 1e308])}, "the sum of the weights is too large for a float"),
         ({"blend": (["P", "P"], "11")}, "the weights are '11', expected a list of numbers"),
         ({"blend": (["P", "P"], 0.5)}, "the weights are 0.5, expected a list of numbers"),
         ({"blend": (["P", "P"], [1.0])}, "1 weights for 2 paths"),
         ({"split": "98,1,1"}, "a: the test split is empty, 0.99 to 1 of 40 packs"),
-        ({"split": "1,0,0,0"}, "split '1,0,0,0', or what goes with it: a split is up to three numbers"),
-        ({"split": "9.8.1"}, "split '9.8.1', or what goes with it: could not convert string to float"),
-        ({"sequence_length": 31}, "packs of up to 32 tokens, sequence_length is 31"),
-        ({"sequence_length": 33, "sequence_multiple": 2}, "33 is no multiple of the sequence multiple 2"),
+        ({"split": "1,0,0,0"}, "split '1,0,0,0', or a related option: expected up to three numbers"),
+        ({"split": "9.8.1"}, "split '9.8.1', or a related option: could not convert string to float"),
+        ({"sequence_length": 31}, "packs of up to 32 tokens, but sequence_length is 31"),
+        ({"sequence_length": 33, "sequence_multiple": 2}, "33 is not a multiple of the sequence multiple 2"),
         ({"sequence_multiple": 2}, "packed for sequence multiple 1, .* multiples of 2"),
         ({"tokenizer_fingerprint": "ours"}, "tokenized with theirs, the tokenizer of this job is ours"),
         ({"read": ReadOptions(backend="s3")}, "read: backend 's3', choose one of mmap, os, pread, reopen"),
         ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
         ({"blend": (["P", "foreign"], None)}, "foreign: tokenizer is strange, in .*a theirs"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),
-        ({"index_only_packing": True, "packing_method": "magic"}, "index-only packing: method is 'magic'"),
+        ({"index_only_packing": True, "packing_method": "magic"}, "index-only packing: unknown method 'magic'"),
         ({"index_only_packing": True, "random_seed": -1}, "index-only packing: seed is -1"),
         ({"index_only_packing": True, "sequence_length": 8}, r"a: \d+ of \d+ sequences are longer than 8 tokens"),
     ],
@@ -332,7 +332,7 @@ def test_indices_that_are_no_range(prefix: str) -> None:
     config = config_of(prefix)
     low = PackedSFTDataset.build_low_level_dataset(prefix, config)
     assert PackedSFTDataset.numel_low_level_dataset(low) == 40
-    for indices, message in (([], "split is empty"), ([1, 3], "not a run"), ([2, 1], "not a run")):
+    for indices, message in (([], "split is empty"), ([1, 3], "not a range"), ([2, 1], "not a range")):
         with pytest.raises(FormatError, match=message):
             PackedSFTDataset(low, prefix, np.array(indices, np.int32), 3, Split.train, config)
     everything = PackedSFTDataset(low, prefix, None, None, Split.train, config)
@@ -376,8 +376,8 @@ def test_a_padding_mask_is_true_where_no_token_lies(tmp_path: Path, multiple: in
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"packing_method": "bfd"}, "are for index_only_packing"),
-        ({"max_sequences_per_pack": 1}, "are for index_only_packing"),
+        ({"packing_method": "bfd"}, "need index_only_packing"),
+        ({"max_sequences_per_pack": 1}, "need index_only_packing"),
         ({"pad_id": -5}, "pad_id -5: not in the model's vocabulary"),
         ({"pad_id": 2000, "vocab_size": 2000}, "pad_id 2000: not in the model's vocabulary of 2000"),
     ],

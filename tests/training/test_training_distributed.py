@@ -1,4 +1,4 @@
-"""Two processes with torch.distributed build their data sets together, or fail together."""
+"""Two processes with torch.distributed build their data sets together or fail together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from blends import CAPACITY, build, config_of, digest_of, packs_of, write_documents, write_packs
 from sample_packs import write_samples
 
-# Each process does all jobs, since starting one takes seconds.
+# Each process does all jobs, because starting one takes seconds.
 PROGRAM = """
 import json, sys
 import torch
@@ -53,7 +53,7 @@ torch.distributed.destroy_process_group()
 
 
 def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two ranks found, by job."""
+    """Run jobs on two ranks. Return the results of each rank, by job."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -73,20 +73,20 @@ def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-# Caches of two ranks: one folder, a folder on each node, and the latter once more, with what the first run left there.
+# Caches of two ranks: one folder; a folder per node; and the latter again, with the files of the first run.
 CACHES = {"shared": "shared", "of nodes": "node-{rank}", "of nodes again": "node-{rank}"}
 BLEND_SIZES: dict[str, Any] = {"sizes": [60, 8, 0], "consumed": 0}
 
 
 def arguments(folder: Path, cache: str) -> dict[str, Any]:
-    """Megatron's arguments for the blend."""
+    """Return Megatron's arguments for the blend."""
     paths = ["0.7", str(folder / "a"), "0.3", str(folder / "b")]
     path = {"data_path": paths, "split": "90,10,0", "data_cache_path": str(folder / cache)}
     return {**path, "seq_length": CAPACITY, "seed": 7}
 
 
 def mixed(folder: Path, cache: str) -> dict[str, Any]:
-    """The same with pretraining data."""
+    """Return the same with pretraining data."""
     return {
         **arguments(folder, f"mixed-{cache}"),
         "data_path": ["0.7", str(folder / "a"), "0.3", f"pretrain:{folder}/web"],
@@ -133,12 +133,12 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
         },
     }  # fmt: skip
     jobs["mixed, slow"] = {**jobs["mixed, fast"], "options": {**cached, **mixed_sets(folder)}}
-    jobs["mixed, fast"] = jobs.pop("mixed, fast")  # which reads what that one wrote
+    jobs["mixed, fast"] = jobs.pop("mixed, fast")  # reads the cache that "mixed" wrote
     return run(folder, jobs)
 
 
 def of_all(ranks: list[dict[str, Any]], job: str) -> dict[int, str]:
-    """Digest of each sample's row, whichever rank read it."""
+    """Return the digest of each sample's row, from whichever rank read it."""
     pairs = [pair for rank in ranks for pair in zip(rank[job]["samples"], rank[job]["rows"], strict=True)]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
@@ -151,7 +151,7 @@ def rows_of(dataset: Any) -> dict[int, str]:
 def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["blend"]["sizes"] == ranks[1]["blend"]["sizes"]
     names = [path.name for path in (folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy")]
-    assert len(names) == 2  # of this job and of "each"
+    assert len(names) == 2  # for this job and for "each"
     found = of_all(ranks, "blend")
     paths = [str(folder / "a"), str(folder / "b")]
     alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
@@ -164,7 +164,7 @@ def test_a_blend_needs_no_cache_that_nodes_share(folder: Path, ranks: list[dict[
     assert of_all(ranks, cache) == of_all(ranks, "blend")
     left = sorted(path.name for path in (folder / CACHES[cache].format(rank=0)).iterdir())
     assert len([name for name in left if name.endswith("-BlendedDataset-train-dataset_index.npy")]) == 1
-    assert not [name for name in left if "BlendedDataset" not in name]  # nothing is left of the search
+    assert not [name for name in left if "BlendedDataset" not in name]  # no files of the search are left
 
 
 def test_the_ways_to_load_caches_fast_give_the_same_rows(ranks: list[dict[str, Any]]) -> None:
@@ -195,4 +195,4 @@ def test_pretraining_data_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks
 @pytest.mark.parametrize("cache", ["of nodes", "of nodes again"])
 def test_pretraining_data_needs_a_cache_that_nodes_share(ranks: list[dict[str, Any]], cache: str) -> None:
     for rank in ranks:
-        assert "give a folder that all nodes share" in rank[f"mixed, {cache}"]["error"]
+        assert "use a folder that all nodes share" in rank[f"mixed, {cache}"]["error"]

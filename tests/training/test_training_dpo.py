@@ -1,4 +1,4 @@
-"""The DPO loss of pairs in packs is that of pairs one by one, and so is its gradient."""
+"""DPO loss and gradient of pairs in packs equal those computed pair by pair."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gradients(model: GPTModel) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def sequences() -> list[Pair]:
-    """Chosen and rejected, chosen and rejected: a prompt that both begin with, and answers that are trained on."""
+    """Return chosen and rejected sequences in turn. Both begin with the prompt, and answers are trained."""
     rng = np.random.default_rng(3)
     made = []
     for prompt, *answers in rng.integers(2, 15, (PAIRS, 3)).tolist():
@@ -70,7 +70,7 @@ Alone = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def alone(script: ModuleType, sequences: list[Pair]) -> Alone:
-    """Pair by pair: log-probabilities of the reference model [2 x pairs], losses [pairs], and the gradient."""
+    """Compute pair by pair: log-probabilities of the reference model [2 x pairs], losses [pairs], and the gradient."""
     reference, model = model_of(script, 1), model_of(script, 2)
     refs, losses = [], []
     for at in range(0, len(sequences), 2):
@@ -85,11 +85,11 @@ def alone(script: ModuleType, sequences: list[Pair]) -> Alone:
 
 
 def packed(folder: Path, sequences: list[Pair], groups: np.ndarray, multiple: int = 1) -> PackPlan:
-    """Write all packs with the column ``pair``."""
+    """Write all packs with the column ``pair``, and return the plan."""
     lengths = [len(ids) for ids, _ in sequences]
     plan = pack_sequences(lengths, LENGTH, groups=groups, sequence_multiple=multiple, seed=1)
     options = {"capacity": LENGTH, "sequence_multiple": multiple, "durable": False, "columns": {"pair": PAIR}}
-    # Of torn pairs, too: the writer's own check of them is tested with columns.
+    # This includes torn pairs; the writer's own check is tested with columns.
     with unchecked(), ShardWriter(folder / "x", **options) as writer:
         for first, last in pairwise(plan.offsets):
             row = plan.sequences[first:last]
@@ -101,14 +101,14 @@ def packed(folder: Path, sequences: list[Pair], groups: np.ndarray, multiple: in
 
 
 def batch_from(folder: Path, columns: tuple[str, ...], multiple: int = 1) -> Tensors:
-    """All packs of a shard as one batch."""
+    """Return all packs of a shard as one batch."""
     source = StoredPacks(ShardSet.open(folder / "x", columns=columns))
     assembler = BatchAssembler(source, LENGTH, sequence_multiple=multiple, columns=columns)
     return assembler.assemble(range(source.num_packs))
 
 
 def attach_reference(script: ModuleType, folder: Path, multiple: int) -> torch.Tensor:
-    """The column ``ref_logp``: what the reference model says of each sequence, in their order."""
+    """Attach the column ``ref_logp``: the log-probability of each sequence under the reference model, in order."""
     batch, reference = batch_from(folder, (), multiple), model_of(script, 1)
     with torch.no_grad():
         logp = sequence_logp(logp_of(reference, batch), batch)
@@ -166,7 +166,7 @@ def test_pairs_count_however_many_tokens_they_train_and_whatever_the_mask_is() -
     bounds = torch.tensor([[0, 300, 600]], dtype=torch.int32)
     mask = (torch.arange(600) % 300 < 256)[None]
     batch = {"cu_seqlens": bounds, "pair": pair, "ref_logp": reference}
-    logp = -torch.ones(1, 600).masked_fill(~mask, torch.inf)  # what is not trained on may be impossible to the model
+    logp = -torch.ones(1, 600).masked_fill(~mask, torch.inf)  # untrained tokens may have probability 0
     narrow, wide = (dpo_losses(logp, {**batch, "loss_mask": mask.to(dtype)}) for dtype in (torch.uint8, torch.float))
     assert wide.losses.isfinite().all()
     assert len(wide.losses) == 1
@@ -186,14 +186,14 @@ def test_torn_pairs_are_told(script: ModuleType, sequences: list[Pair], tmp_path
 def test_the_check_finds_what_is_wrong(
     script: ModuleType, sequences: list[Pair], alone: Alone, wrong: str, tmp_path: Path
 ) -> None:
-    """Torn pairs whose column was made up to look whole, a reference in another order, forgotten boundaries."""
+    """Tests torn pairs with a false column, a reference in another order, and missing boundaries."""
     refs, _, gradient = alone
     tear = wrong == "partners"
     plan = packed(tmp_path, sequences, np.arange(len(sequences)) // (1 if tear else 2))
     column = refs[plan.sequences[::-1].copy() if wrong == "reference" else plan.sequences]
     write_column(tmp_path / "x", "ref_logp", column.numpy(), per="sequence")
     batch = batch_from(tmp_path, ("pair", "ref_logp"))
-    if tear:  # neighbours, whosever they are
+    if tear:  # neighbours, even if they are no pair
         for row, count in enumerate(np.diff(plan.offsets) // 2 * 2):
             batch["pair"][row, :count] = torch.stack([torch.arange(count) // 2, torch.arange(count) % 2], 1)
             batch["loss_mask"][row, int(batch["cu_seqlens"][row, count]) :] = 0
@@ -231,7 +231,7 @@ def test_packing_at_start_up_keeps_pairs_together(
 
 
 def paired_wrong(folder: Path) -> Path:
-    """A shard whose sequences are all chosen ones."""
+    """Write a shard in which all sequences are chosen ones."""
     with unchecked(), ShardWriter(folder / "y", columns={"pair": PAIR}, durable=False) as writer:
         writer.add_pack(np.arange(6), np.zeros(6), [0, 3], columns={"pair": [[0, 0], [0, 0]]})
         writer.finalize()
@@ -239,7 +239,7 @@ def paired_wrong(folder: Path) -> Path:
 
 
 def test_pairs_that_fit_no_pack_once_padded_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    """By the configuration, which every rank makes; the plan is made by one while the others wait."""
+    """The configuration, which every rank creates, checks it. One rank makes the plan while the others wait."""
     with ShardWriter(tmp_path / "x", capacity=16, columns={"pair": PAIR}, durable=False) as writer:
         writer.add_pack(np.arange(8), np.zeros(8), [0, 3], columns={"pair": [[0, 0], [0, 1]]})
     options = {"sequence_length": 8, "index_only_packing": True, "columns": ("pair",)}
@@ -260,7 +260,7 @@ def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -
         writer.finalize()
     train, *_ = build(config_of(str(tmp_path / "x"), sequence_length=LENGTH, columns=("pair",)))
     assert {"pair", "cu_seqlens"} <= train[0].keys()
-    with pytest.raises(FormatError, match=r"holds preference pairs .column 'pair'.*; ask for it in columns"):
+    with pytest.raises(FormatError, match=r"holds preference pairs .column 'pair'.*; request .*columns="):
         build(config_of(str(tmp_path / "x"), sequence_length=LENGTH))
 
 

@@ -1,4 +1,4 @@
-"""Packed rows give each token the loss and the gradient that its sequence gives it alone."""
+"""Packed rows give the same loss and gradient per token as single sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def model_of(script: ModuleType, attention: str) -> GPTModel:
-    """The same weights for every way to attend."""
+    """Return a model with the same weights for every way to attend."""
     seed_everything(1)
     options = ["--data-path", "-", "--seq-length", LENGTH, "--vocab-size", VOCABULARY, "--attention", attention]
     args = script.parse_arguments([str(option) for option in [*options, "--init-method-std", 0.2]])
@@ -41,14 +41,14 @@ def model_of(script: ModuleType, attention: str) -> GPTModel:
 
 
 def learn(model: GPTModel, inputs: dict[str, Any], loss_mask: torch.Tensor) -> torch.Tensor:
-    """Per-token losses; gradients of the trained tokens' sum are added to the model's."""
+    """Return per-token losses, and add the gradients of the sum over trained tokens to the model's."""
     losses = model(**inputs)
     (losses * loss_mask).sum().backward()
     return losses.detach()
 
 
 def gradients(model: GPTModel) -> list[torch.Tensor]:
-    # Megatron's wrapper sums gradients here.
+    # Megatron's wrapper sums gradients in this attribute.
     return [parameter.main_grad.clone() for parameter in model.parameters()]
 
 
@@ -60,7 +60,7 @@ def rows() -> list[list[Pair]]:
 
 @pytest.fixture(scope="module")
 def alone(script: ModuleType, rows: list[list[Pair]]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Losses of each row's sequences, and the gradient, with nothing but one sequence in the model at a time."""
+    """Return losses of each row's sequences and the gradient, with one sequence in the model at a time."""
     model = model_of(script, "mask")
     losses = []
     for row in rows:
@@ -76,7 +76,7 @@ def alone(script: ModuleType, rows: list[list[Pair]]) -> tuple[list[list[torch.T
 def differences(
     script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any, multiple: int = 1
 ) -> tuple[float, float]:
-    """Largest relative difference of a loss, and of a parameter's gradient to its largest entry, from each alone."""
+    """Return the largest relative differences of losses and of gradients between packed and single sequences."""
     expected, expected_gradient = alone
     model = model_of(script, attention)
     inputs, loss_mask = model_inputs(batch, attention)
@@ -92,7 +92,7 @@ def differences(
                 got = losses.reshape(-1, LENGTH)[number, start:]
             loss = max(loss, float(((got[: len(wanted)] - wanted).abs() / wanted.abs()).max()))
             start += -(-len(wanted) // multiple) * multiple
-        rows_taken += start < LENGTH  # the padding at the end is a row of its own
+        rows_taken += start < LENGTH  # the padding at the end is a separate row
     pairs = zip(gradients(model), expected_gradient, strict=True)
     return loss, max(float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs)
 

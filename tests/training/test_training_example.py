@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from importlib.util import find_spec
@@ -21,14 +20,14 @@ LENGTH, STEPS = 544, 12
 SMALL = (
     *("--num-layers", "2", "--num-query-groups", "2", "--kv-channels", "8", "--seq-length", LENGTH),
     *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", TOKENIZER),
-    *("--tensor-model-parallel-size", "1", "--global-batch-size", "4", "--train-iters", STEPS, "--lr-warmup-iters", "0"),
-    *("--eval-interval", "6", "--eval-iters", "2", "--lr", "1e-3", "--save-interval", "6"),
+    *("--tensor-model-parallel-size", "1", "--global-batch-size", "4", "--train-iters", STEPS, "--lr", "1e-3"),
+    *("--lr-warmup-iters", "0", "--eval-interval", "6", "--eval-iters", "2", "--save-interval", "6"),
 )
 FOR_GPUS = ("--bf16", "--use-distributed-optimizer")
 
 
-def words_of_torchrun(folder: Path, *more: object, **names: str) -> list[str]:
-    """What the script hands to torchrun, which is replaced by a program that prints it."""
+def arguments_of_torchrun(folder: Path, *more: object, **names: str) -> list[str]:
+    """The arguments of torchrun in the script; a program that prints them replaces it."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin/torchrun").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (folder / "bin/torchrun").chmod(0o755)
@@ -40,7 +39,7 @@ def words_of_torchrun(folder: Path, *more: object, **names: str) -> list[str]:
 
 
 def test_the_script_starts_the_runner_with_its_arguments(tmp_path: Path) -> None:
-    words = words_of_torchrun(tmp_path, "--lr", "2e-5", MEGATRON_LM="Megatron-LM", BASE="base", GPUS="2")
+    words = arguments_of_torchrun(tmp_path, "--lr", "2e-5", MEGATRON_LM="Megatron-LM", BASE="base", GPUS="2")
     assert words[:4] == ["--nproc-per-node", "2", "-m", "megatron_sft_idx.pretrain"]
     script, options, rest = pretrain.divide(pretrain.build_parser(), words[4:])
     assert (script, options, rest[-2:]) == ("Megatron-LM/pretrain_gpt.py", {}, ["--lr", "2e-5"])
@@ -65,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_megatron_trains_evaluates_and_saves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = TINY[: TINY.index("--split")]  # the example gives paths for training and validation
-    script = words_of_torchrun(folder, *cpu, *SMALL, MEGATRON_LM="Megatron-LM", BASE="base")[5:]
+    script = arguments_of_torchrun(folder, *cpu, *SMALL, MEGATRON_LM="Megatron-LM", BASE="base")[5:]
     argv = [word for word in script if word not in FOR_GPUS]
     assert len(argv) == len(script) - len(FOR_GPUS)
     given = argv.index("--pretrained-checkpoint")
@@ -82,7 +81,7 @@ def test_megatron_trains_evaluates_and_saves(folder: Path, monkeypatch: pytest.M
 
 
 def run(folder: Path, jobs: dict[str, list[str]]) -> dict[str, Any]:
-    """What each run of the example's arguments left, in the same processes."""
+    """The outcome of each run, by name; all runs share a process."""
     said = launch(folder, "megatron_pretrain.py", {n: {"argv": argv, "runner": True} for n, argv in jobs.items()}, 1)
     assert all((folder / f"{name}.0.json").exists() for name in jobs), said[-4000:]
     return {name: found_by(folder, name, 1) for name in jobs}

@@ -1,4 +1,4 @@
-"""Ranges that cover sequences, and batches of remote shards that equal local ones, fetched ahead within a budget."""
+"""Ranges that cover sequences; batches of remote shards equal local ones, and are fetched ahead within a budget."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_ranges_cover_every_sequence_and_little_else(pieces: list[tuple[int, int
     assert ranges.tokens == len(fetched)
     for (start, length), place in zip(pieces, ranges.places.tolist(), strict=True):
         assert fetched[place : place + length].tolist() == list(range(start, start + length))
-    # No token comes twice, ranges ascend, and each wasted run is one that the gap allows.
+    # No token is fetched twice, ranges ascend, and no wasted run is longer than the allowed gap.
     assert (np.diff(fetched) > 0).all()
     wanted = {token for start, length in pieces for token in range(start, start + length)}
     runs = np.split(
         fetched, np.flatnonzero(~np.isin(fetched, list(wanted))[:-1] != ~np.isin(fetched, list(wanted))[1:]) + 1
     )
     assert all(len(run) <= gap for run in runs if run[0] not in wanted)
-    # Neighbours that could share a range do, unless it would be too long.
+    # Neighbours share a range if possible, unless it would be too long.
     for left, right in zip(range(len(ranges.begins) - 1), range(1, len(ranges.begins)), strict=True):
         first = min(length for start, length in pieces if start == ranges.begins[right])
         assert (
@@ -63,7 +63,7 @@ def test_ranges_cover_every_sequence_and_little_else(pieces: list[tuple[int, int
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
-    """Two shards of different dtypes; their folder, and the same behind ``msc://``."""
+    """Provide two shards of different dtypes: their folder, and the same folder at ``msc://``."""
     folder = tmp_path / "bucket"
     rng = np.random.default_rng(3)
     for name, weights in (("a", False), ("b", True)):
@@ -107,7 +107,7 @@ def test_packs_made_at_start_up(places: tuple[Path, str]) -> None:
 def test_a_data_loader_gives_it_too(places: tuple[Path, str], method: str | None) -> None:
     folder, url = places
     assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
-    assembler.assemble(BATCHES[0])  # so that a fork inherits threads' and clients' remains
+    assembler.assemble(BATCHES[0])  # so that a fork inherits threads and clients
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method} if method else {}
     loader = DataLoader(assembler, batch_sampler=BATCHES, collate_fn=whole_batch, **workers)
     assert all(map(same, loader, local_batches(folder)))
@@ -168,12 +168,12 @@ def test_a_shard_that_is_replaced_is_an_error_and_never_a_batch(places: tuple[Pa
         assembler.assemble([1])
 
 
-WIDE = ("mask", "wide")  # one byte and eight next to the two bytes of an id
+WIDE = ("mask", "wide")  # one and eight bytes, next to the two bytes of an id
 
 
 @pytest.fixture
 def columned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Arrays, Arrays]:
-    """The arrays of a shard whose items have 2, 1, 1 and 8 bytes: mapped, and the same behind ``msc://``."""
+    """Provide the arrays of a shard with items of 2, 1, 1 and 8 bytes: mapped, and at ``msc://``."""
     specs = {"mask": ColumnSpec("token", np.uint8), "wide": ColumnSpec("token", np.int64)}
     packs = random_samples(400, CAPACITY, np.random.default_rng(5))
     header = write_columned(tmp_path / "bucket/a", packs, specs, capacity=CAPACITY, token_dtype=np.uint16)
@@ -187,7 +187,7 @@ def columned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Arrays, A
 
 
 def requests_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
-    """What is requested from here on: by the size of an item, the first and the last item of each request."""
+    """Record requests: by size of an item, the first and the last item of each request."""
     requests: dict[int, list[tuple[int, int]]] = {}
     fetch_items = RemoteArray.fetch
 
@@ -200,7 +200,7 @@ def requests_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, in
 
 
 def gathered(arrays: Arrays, starts: list[int], lengths: list[int]) -> list[list[NDArray[Any]]]:
-    """These sequences of a shard, of each of its arrays, as ``Fetcher`` brings them."""
+    """Return these sequences from each array of a shard, read by ``Fetcher``."""
     bounds, slots = np.array([0, len(starts)]), np.zeros(len(starts), np.int32)
     asked = Segments(bounds, slots, np.array(starts, np.int64), np.array(lengths, np.int64))
     placed, (in_memory,) = Fetcher().gather(asked, slots, [arrays])

@@ -1,4 +1,4 @@
-"""Every argument of Megatron about data has its place in a table, and commands that people give end as they should."""
+"""Every Megatron argument about data is in a table, and commands that people use end as expected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig
 
 TABLES = (FIELDS, LOOKED_AT, REFUSED, ELSEWHERE)
 PROGRAM = Path(__file__).parents[1] / "megatron_habits.py"
-# Parts of commands, of which all that have them run.
+# Parts of commands: all commands that contain one of them are run.
 SAMPLE = (
     *("--split 90,10,0 --eval-iters 2", "--split 100", "--full-validation", "others --train-iters 4000"),
     *(
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complaints(parser: argparse.ArgumentParser) -> list[str]:
-    """Arguments about data that are in no table or in two, and values that the tables take for another default."""
+    """Return arguments about data that are in no table or in two, and wrong defaults in the tables."""
     found = []
     for name, action in arguments_of(parser).items():
         if (tables := sum(name in table for table in TABLES)) != 1:

@@ -1,4 +1,4 @@
-"""The prefetch thread and torch's DataLoader: the same batches whichever way they come, and every way to stop."""
+"""The prefetch thread and torch's DataLoader give the same batches; and all ways to stop them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assembler(tmp_path: Path) -> BatchAssembler:
 
 
 def batches_of(packs: int, rows: int = 4, seed: int = 0) -> list[list[int]]:
-    """As a Megatron sampler gives them; the last one is smaller."""
+    """Return batches like a Megatron sampler; the last one is smaller."""
     order = np.random.default_rng(seed).permutation(packs).tolist()
     return [order[i : i + rows] for i in range(0, packs, rows)]
 
@@ -83,7 +83,7 @@ def test_a_batch_is_valid_until_keep_more_have_been_taken(assembler: BatchAssemb
             addresses = set()
             for batch, picked in zip(taken, batches, strict=True):
                 window = [*window, (batch, picked)][-keep:]
-                time.sleep(0.001)  # the thread has time to write where it must not
+                time.sleep(0.001)  # gives the thread time to write to a wrong buffer
                 for kept, of in window:
                     assert same(kept, assembler.assemble(of))
                 addresses.add(batch["tokens"].data_ptr())
@@ -130,7 +130,7 @@ def test_all_threads_that_wait_are_woken(assembler: BatchAssembler, ends: str) -
         thread.start()
     closing = threading.Thread(target=taken.close, daemon=True)
     if ends == "close":
-        closing.start()  # it waits some seconds for the thread, which waits for more batches
+        closing.start()  # it waits some seconds for the thread, which waits for batches
     else:
         go_on.set()
     for thread in threads:
@@ -181,7 +181,7 @@ def test_endless_batches_are_taken_as_they_are_needed(assembler: BatchAssembler)
     with iter(BatchLoader(assembler, endless(), prefetch=2, ahead=3)) as taken:
         for _ in range(10):
             next(taken)
-    # Ten taken, three ready or being made, three looked ahead at, and the one that waits for room.
+    # Ten were taken, three are ready or in progress, three are looked ahead, and one waits for room.
     assert 10 < next(asked) <= 18
 
 
@@ -250,7 +250,7 @@ def test_interrupt_while_waiting_leaves_a_loader_that_closes(assembler: BatchAss
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
 
         def wait() -> None:
-            timer.start()  # in here, for nothing says that this thread is the first to go on
+            timer.start()  # inside, because another thread may continue first
             next(taken)
 
         with pytest.raises(KeyboardInterrupt):

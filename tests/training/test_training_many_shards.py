@@ -1,4 +1,4 @@
-"""Batches of more shards than are mapped: those of mapped shards, under limits of files and maps too."""
+"""Batches of more shards than may be mapped equal batches of mapped shards, also under limits of files and maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs: one permutation each, of the seed, the split, the data and the epoch's number alone."""
+"""The permutation of an epoch depends only on the seed, the split, the data and the epoch's number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert make(10, 1234, "train", "abc").epoch(1).tolist() == SECOND
 
 
-# Written down once; a run that is resumed with another version of this package depends on them.
+# Fixed values, because runs resumed with another version of this package depend on them.
 FIRST = [0, 6, 2, 3, 4, 9, 7, 8, 1, 5]
 SECOND = [9, 5, 0, 1, 6, 3, 8, 2, 7, 4]
 
@@ -52,7 +52,7 @@ def test_memory_does_not_grow_with_the_epochs() -> None:
     order = make(1000)
     order.pack_of(np.arange(0, 50_000, 7))
     assert (order.epoch.cache_info().currsize, order.epoch(49).nbytes) == (2, 1000 * 4)
-    gc.disable()  # they go with the last reference
+    gc.disable()  # they are freed with the last reference
     try:
         seen = weakref.ref(order.epoch(49))
         del order

@@ -1,7 +1,7 @@
-"""Megatron-LM's own ``pretrain()`` on our provider: equal losses in every set-up, others where something is wrong.
+"""Megatron-LM's own ``pretrain()`` with our provider: losses are equal in all set-ups, and differ after errors.
 
-GPTModel is trained in every set-up, HybridModel in some; slow tests add the rest, which are in the table of
-``megatron_setups`` too.
+GPTModel is trained in every set-up, HybridModel in some. Slow tests add the rest, which the table of
+``megatron_setups`` shows too.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ LOSS, NORM, ANOTHER = 1e-6, 1e-4, 1e-4
 OTHERS = (*WRONG, *REFUSED, "scheduler, no room given", "blend, killed", "pretraining, killed")
 HYBRID = {name for name, setup in SETUPS.items() if setup.model == "Hybrid"}
 RIGHT = [name for name in SETUPS if name not in {*OTHERS, *map(of_hybrid, OTHERS)}]
-# Of HybridModel, what other tests here need, and others in which it is trained by two processes.
+# Set-ups of HybridModel that other tests here need, and set-ups with two processes.
 SAMPLE = {of_hybrid(name) for name in ("one process", *WRONG)} | {"Hybrid, from a checkpoint of GPT"}
 TWO = sorted(name for name in HYBRID.intersection(RIGHT) if SETUPS[name].ranks == 2)
 SAMPLE |= set(random.Random(43).sample(TWO, min(len(TWO), 2)))
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    """Parameters: names of set-ups, slow where they are not in the sample."""
+    """Return names of set-ups as parameters, marked slow if they are not in the sample."""
     slow = HYBRID - SAMPLE
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
 
 
 def both(names: Iterable[str]) -> list[Any]:
-    """Parameters: names of set-ups of GPTModel, and the same of HybridModel, as far as this Megatron has them."""
+    """Return set-ups of GPTModel and HybridModel as parameters, as far as this Megatron has them."""
     return marked(name for each in names for name in (each, of_hybrid(each)) if name in SETUPS)
 
 
 def folder_of(name: str, option: str) -> str | None:
-    """The folder of checkpoints that a set-up is given by an option."""
+    """Return the folder of checkpoints that an option of a set-up gives."""
     setup = SETUPS[name]
     if option not in setup.options:
         return None
@@ -61,7 +61,7 @@ def folder_of(name: str, option: str) -> str | None:
 
 
 def needed(names: Iterable[str]) -> list[str]:
-    """These set-ups, those that they are compared with, and those whose checkpoints they load, in their order."""
+    """Return these set-ups, with the set-ups that they are compared with or load checkpoints of, in order."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the set-ups left that the selected tests name."""
+    """Return the results of the set-ups that the selected tests need."""
     selected = [item for item in request.session.items if item.path == request.path]
     parameters = [item.callspec.params for item in selected if hasattr(item, "callspec")]
     names = {each["name"] for each in parameters if "name" in each}

@@ -1,4 +1,4 @@
-"""Pretraining data in a blend: rows as Megatron's GPTDataset has them, chats as a blend without them has them."""
+"""Pretraining data in a blend: its rows equal Megatron's GPTDataset, and chats are the same as without it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def paths_in(folder: Path, *paths: str) -> list[str]:
 
 
 def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes: Any, split: str = "1,0,0") -> Any:
-    """Of paths of pretraining data the data sets of Megatron alone."""
+    """Return Megatron's own data sets for paths of pretraining data."""
     config = GPTDatasetConfig(
         random_seed=7,
         sequence_length=CAPACITY,
@@ -63,7 +63,7 @@ def stock(folder: Path, paths: Sequence[str], weights: list[float] | None, sizes
 
 
 def mixed(folder: Path, weights: Any = (0.6, 0.4), sizes: Any = (64, 0, 0), paths: Any = BOTH, **options: Any) -> Any:
-    """The training data of a blend, as Megatron's builder makes it."""
+    """Return the training data of a blend, made by Megatron's builder."""
     blend = paths_in(folder, *paths), None if weights is None else list(weights)
     return build(config_of(blend, path_to_cache=str(folder / "cache"), **options), sizes)
 
@@ -73,7 +73,7 @@ def is_text(row: Any) -> bool:
 
 
 def check_segment(row: Any, width: int) -> None:
-    """All of it is trained on, and it is one segment."""
+    """Check that a row is one segment and fully trained."""
     whole = torch.full((width,), CAPACITY, dtype=torch.int32)
     whole[0] = 0
     assert row["loss_mask"].tolist() == [1.0] * CAPACITY
@@ -87,7 +87,7 @@ def check_segment(row: Any, width: int) -> None:
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("planned", [False, True])
 def test_rows_are_those_of_megatron(folder: Path, planned: bool, context: int) -> None:
-    """And those of the chats the same as in a blend of chats alone; one by one, by whole batches, and by our loader."""
+    """Rows of chats equal a blend of only chats. Read one by one, by whole batches, and by our loader."""
     if context == 2:
         for name, salt in (("chats", 0), ("others", 1)):
             for file in folder.glob(f"{name}.*"):
@@ -130,7 +130,7 @@ def test_rows_are_those_of_megatron(folder: Path, planned: bool, context: int) -
 
 
 def write_padded(prefix: Path, salt: int) -> None:
-    """Packs that fit a row when each sequence is padded to a multiple of four."""
+    """Write packs that fit into a row if each sequence is padded to a multiple of four."""
     rng = np.random.default_rng(salt)
     with ShardWriter(prefix, capacity=CAPACITY, sequence_multiple=4, durable=False) as writer:
         for i in range(30):
@@ -166,7 +166,7 @@ def test_balanced_ranks_count_a_row_as_one_segment(folder: Path) -> None:
     for i in range(len(rows)):
         row = rows[i]
         tokens = row["cu_seqlens"].diff().long()
-        if not is_text(row):  # without the tail
+        if not is_text(row):  # without the padding at the end
             tokens = tokens[: int((tokens > 0).sum()) - int(row["cu_seqlens"].max() > len(key(row)))]
         assert costs[i] == int((tokens**2).sum())
 
@@ -232,7 +232,7 @@ def test_per_split_paths(folder: Path) -> None:
 
 
 def test_data_loaders_take_the_rows(folder: Path) -> None:
-    """Also in worker processes, which are handed the rows pickled."""
+    """Also in worker processes, which get the rows pickled."""
     blend = mixed(folder)[0]
     rows = rows_of(blend)
     expected = [rows[i]["tokens"].tolist() for i in range(16)]
@@ -287,23 +287,23 @@ def test_narrow_batches_are_refused(folder: Path) -> None:
     rows = rows_of(mixed(folder)[0])
     assembler = BatchAssembler(rows.source, CAPACITY, form="narrow")
     text = next(i for i in range(len(rows)) if is_text(rows[i]))
-    with pytest.raises(ValueError, match="no place for the last label"):
+    with pytest.raises(ValueError, match="cannot store the last label"):
         assembler.assemble(rows.packs([text]))
 
 
 def damaged(folder: Path, what: str) -> str:
-    """A dataset with a fault, and what is said of it."""
+    """Damage a dataset, and return the expected error."""
     idx, data = folder / "web.idx", folder / "web.bin"
     if what == "cut":
         os.truncate(data, data.stat().st_size - 4)
-        return "its index is of"
+        return "according to its index"
     if what == "longer":
         with data.open("ab") as file:
             file.write(b"1234")
-        return "its index is of"
+        return "according to its index"
     if what == "index cut":
         os.truncate(idx, idx.stat().st_size - 3)
-        return "cut short or changed"
+        return "truncated or changed"
     if what == "no index":
         idx.unlink()
         return "web.idx is not there"
@@ -312,7 +312,7 @@ def damaged(folder: Path, what: str) -> str:
         return "web.bin is not there"
     if what == "another file":
         idx.write_bytes(b"x" * 100)
-        return "is no index of Megatron"
+        return "is not a Megatron index"
     if what in ("a longer document", "a document of less than none", "a pointer"):
         at = {"a pointer": 34 + 60 * 4 + 8 * 7}.get(what, 34 + 4 * 7)
         data_of_index = bytearray(idx.read_bytes())
@@ -320,19 +320,19 @@ def damaged(folder: Path, what: str) -> str:
             4, "little", signed=True
         )
         idx.write_bytes(data_of_index)
-        return "document [78] is said to have .* the index is damaged"
+        return "document [78] has .* the index is damaged"
     if what == "no documents":
         write_documents(folder / "web", [])
-        return "0 documents and not a token"
+        return "0 documents without any token"
     if what == "empty documents":
         write_documents(folder / "web", [0, 0, 0])
-        return "3 documents and not a token"
+        return "3 documents without any token"
     if what == "too short":
         write_documents(folder / "web", [CAPACITY])
         return f"has {CAPACITY} tokens"
     if what == "floats":
         write_documents(folder / "web", [100], dtype=np.float32)
-        return "token ids are integers"
+        return "expected integer token ids"
     shutil.copy(folder / "chats.seq.idx", folder / "web.seq.idx")
     return "packed SFT data"
 
@@ -353,7 +353,7 @@ def test_what_is_no_whole_dataset_is_refused_before_anything_is_built(folder: Pa
 @pytest.mark.parametrize("nbytes", range(34, 34 + 60 * 12, 97))
 def test_an_index_that_is_cut_short_anywhere_is_refused(folder: Path, nbytes: int) -> None:
     os.truncate(folder / "web.idx", nbytes)
-    with pytest.raises(FormatError, match="cut short or changed"):
+    with pytest.raises(FormatError, match="truncated or changed"):
         config_of((paths_in(folder, *BOTH), None))
 
 
@@ -379,7 +379,7 @@ def test_what_pretraining_data_has_no_place_for_is_refused(folder: Path, options
 
 @pytest.mark.parametrize("named", [False, True])
 def test_indices_of_another_corpus_at_the_same_path_are_not_taken(folder: Path, named: bool) -> None:
-    """Nor is a corpus that has grown read as it was; with a cache folder, and with that next to the corpus."""
+    """The same holds for a corpus that has grown; with a cache folder, and with the cache next to the corpus."""
 
     def tokens() -> set[int]:
         paths = paths_in(folder, *BOTH)
@@ -413,7 +413,7 @@ def test_all_documents_are_taken_where_no_split_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("paths", [BOTH, BOTH[::-1]])
 def test_a_split_of_nothing_is_refused(folder: Path, paths: tuple[str, str]) -> None:
-    with pytest.raises(FormatError, match="expected parts of all packs"):
+    with pytest.raises(FormatError, match="expected shares of all packs"):
         config_of((paths_in(folder, *paths), None), "0,0,0")
 
 
@@ -427,7 +427,7 @@ def test_pretraining_data_alone_is_refused(folder: Path) -> None:
 
 
 def test_content_and_order_have_names(folder: Path) -> None:
-    """By which a resumed run sees that another corpus is there, or another order."""
+    """A resumed run uses these names to detect another corpus or another order."""
     first, longer = (mixed(folder, sizes=(size, 0, 0))[0].datasets[0].source for size in (20, 400))
     assert first.corpus.content == longer.corpus.content
     assert first.order() != longer.order()
@@ -442,11 +442,11 @@ def test_indices_that_a_full_disk_has_cut_short_are_named(folder: Path, index: s
     mixed(folder)
     for path in (folder / "cache").glob(f"*-GPTDataset-train-{index}_index.npy"):
         os.truncate(path, nbytes)
-    with pytest.raises(FormatError, match=r"cannot read or write its indices of it in .*cache"):
+    with pytest.raises(FormatError, match=r"cannot read or write its indices for this path in .*cache"):
         mixed(folder)
 
 
 def test_a_file_in_place_of_the_cache_folder_is_named(folder: Path) -> None:
     (folder / "cache").write_text("")
-    with pytest.raises(FormatError, match="see that this is a folder with room"):
+    with pytest.raises(FormatError, match="check that this folder has free space"):
         mixed(folder)

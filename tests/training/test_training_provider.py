@@ -1,4 +1,4 @@
-"""Megatron's arguments become the data sets that they ask for."""
+"""The provider builds the data sets that Megatron's arguments request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def arguments(**given: Any) -> Namespace:
-    """As Megatron-LM's parser leaves them: what is not given is None."""
+    """Return arguments like Megatron-LM's parser: missing ones are None."""
     unset = dict.fromkeys(
         [
             *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -93,7 +93,7 @@ def test_parallel_sizes_decide_how_sequences_are_padded(shards: Path) -> None:
 
 
 def stock_inputs(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams]:
-    """A micro-batch and its boundaries as get_batch of pretrain_gpt.py has them, of the release that is installed."""
+    """Return a micro-batch and its boundaries like get_batch of pretrain_gpt.py in the installed release."""
     if flatten := getattr(megatron_utils, "flatten_batch_for_packed_sequences", None):
         batch = flatten(batch)
         cu_seqlens, longest = batch.pop("cu_seqlens").squeeze(0), int(batch.pop("max_seqlen").item())
@@ -113,7 +113,7 @@ def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: Modul
     args = script.parse_arguments(options)
     model = script.build_model(args).module
     train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
-    # As Megatron-LM does it: torch's collate, micro-batches of one, then get_batch.
+    # Like Megatron-LM: torch's collate, micro-batches of one, then get_batch.
     for stock in DataLoader(train, batch_size=1):
         inputs, _ = model_inputs(stock, "thd")
         expected = model(**inputs)
@@ -154,11 +154,11 @@ def test_arguments_that_would_train_on_something_else_are_refused(
 
 
 def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
-    """As with Megatron's default split: one percent of forty packs is none."""
+    """This happens with Megatron's default split: one percent of forty packs is none."""
     args = arguments(data_path=[str(shards / "a")], split="969,30,1")
     train, valid, test = train_valid_test_datasets_provider([100, 4, 0], args=args)
     assert (len(train), len(valid), test) == (100, 4, None)
-    # The others are where they would be.
+    # The other splits stay at their places.
     assert (train.source.num_packs, valid.source.num_packs) == (39, 1)
     with pytest.raises(FormatError, match=r"the test split is empty, .* such as --split 99,1,0"):
         train_valid_test_datasets_provider([100, 4, 4], args=args)
@@ -173,15 +173,18 @@ def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ({"split": "1,0,0", "eval_iters": 2}, "--eval-iters 2: nothing to validate on, .* --split 99,1,0, or .* 0"),
-        ({"split": "99,1,0", "eval_iters": 2}, "the valid split is empty, .*, or evaluate nothing: --eval-iters 0"),
+        (
+            {"split": "1,0,0", "eval_iters": 2},
+            "--eval-iters 2: there is no validation data, .* --split 99,1,0, or .* 0",
+        ),
+        ({"split": "99,1,0", "eval_iters": 2}, "the valid split is empty, .*, or turn evaluation off: --eval-iters 0"),
         (
             {"split": "1,0,0", "full_validation": True},
             "--full-validation: nothing to .* --split 99,1,0, or leave it out",
         ),
-        ({"train_data_path": ["{}"]}, "nothing to validate on, .* --valid-data-path, or .* --eval-iters 0"),
+        ({"train_data_path": ["{}"]}, "there is no validation data, .* --valid-data-path, or .* --eval-iters 0"),
         ({"split": "0,90,10"}, "nothing to train on: give it a part of --split, .*, or add --skip-train"),
-        ({"valid_data_path": ["{}"]}, "nothing to train on: name shards with --train-data-path"),
+        ({"valid_data_path": ["{}"]}, "nothing to train on: pass shards with --train-data-path"),
     ],
 )
 def test_a_split_that_is_asked_for_has_data(shards: Path, given: dict[str, Any], shown: str) -> None:
@@ -201,9 +204,9 @@ def test_nothing_is_missing_where_nothing_is_asked_for(shards: Path) -> None:
     ]
     args.split, args.skip_train, args.eval_iters = "0,1,0", True, 2
     assert [each and len(each) for each in train_valid_test_datasets_provider([20, 8, 8], args=args)] == [None, 8, None]
-    # Megatron evaluates after the last step, whatever this flag says.
+    # Megatron evaluates after the last step for any value of this flag.
     args.split, args.skip_train, args.start_eval_at_iter = "90,10,0", False, 100
-    with pytest.raises(FormatError, match=r"--start-eval-at-iter 100 comes after the last .* --eval-iters 0"):
+    with pytest.raises(FormatError, match=r"--start-eval-at-iter 100 is after the last .* --eval-iters 0"):
         train_valid_test_datasets_provider([20, 0, 8], args=args)
 
 
@@ -211,7 +214,7 @@ def test_paths_without_weights_have_rows_enough_for_all_steps(shards: Path) -> N
     paths = [str(shards / "a"), str(shards / "b")]
     args = arguments(data_path=paths, split="1,0,0")
     assert len(train_valid_test_datasets_provider([60, 0, 0], args=args)[0]) == 60
-    with pytest.raises(FormatError, match=r"the train split has 60 rows, and Megatron will ask for 61: .* WEIGHT PATH"):
+    with pytest.raises(FormatError, match=r"the train split has 60 rows, but Megatron will request 61: .* WEIGHT PATH"):
         train_valid_test_datasets_provider([61, 0, 0], args=args)
     args.data_path = ["2", paths[0], "1", paths[1]]
     assert len(train_valid_test_datasets_provider([61, 0, 0], args=args)[0]) >= 61
@@ -256,11 +259,11 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
     for ending in (".bin", ".idx"):
         (shards / f"stock{ending}").write_bytes((shards / f"a{ending}").read_bytes())
     for path in (shards / "stock", shards / "stock.bin", shards / "stock.idx"):
-        assert f"give --data-path pretrain:{shards / 'stock'}, or " in said(path)
+        assert f"pass --data-path pretrain:{shards / 'stock'}, or " in said(path)
     assert f"convert {shards / 'stock'} {shards / 'stock'}-sft --mask-rule all" in said(shards / "stock")
     for name in ("rows", "arrow", "above/below", "empty"):
         (shards / name).mkdir(parents=True)
-    with pytest.raises(ShardNotFoundError, match=r"holds no shard of its own$"):
+    with pytest.raises(ShardNotFoundError, match=r"directly contains no shard$"):
         config_from_args(arguments(data_path=[str(shards / "empty")]))
     (shards / "rows/part-1.jsonl.gz").touch()
     (shards / "arrow/dataset_info.json").touch()
@@ -268,7 +271,7 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
     for name, remedy in {
         "rows": f"preprocess --input '{shards / 'rows'}/*.jsonl.gz' --tokenizer PATH",
         "arrow": f"preprocess --input {shards / 'arrow'} --tokenizer PATH",
-        "above": f"name the one with shards: {shards / 'above/below'}",
+        "above": f"use the folder that contains shards: {shards / 'above/below'}",
     }.items():
         with pytest.raises(ShardNotFoundError) as caught:
             config_from_args(arguments(data_path=[str(shards / name)]))
@@ -290,7 +293,7 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
             {"per_split_data_args_path": "{}/words"},
             "--per-split-data-args-path .*words: expected a JSON object with keys of train, valid, test",
         ),
-        ({"data_path": ["{}/a"], "mock_data": True}, "--mock-data trains on made-up rows; leave it out"),
+        ({"data_path": ["{}/a"], "mock_data": True}, "--mock-data trains on mock data; leave it out"),
         ({"data_path": ["{}/a"], "fim_rate": 0.4}, "--fim-rate 0.4 is for --fim-data"),
         ({"data_path": ["{}/a"], "data_sharding": False}, "--no-data-sharding is for --dataloader-type cyclic"),
         ({"data_path": ["{}/a"], "dataloader_fast_cache_load": True}, "--data-cache-path must be provided when using"),
@@ -320,5 +323,5 @@ def test_an_index_that_is_opened_late_has_to_be_there(shards: Path) -> None:
     paths = ["1", str(shards / "a"), "1", str(shards / "b")]
     args = arguments(data_path=paths, split="1,0,0", data_cache_path=str(shards / "cache"))
     args.dataloader_defer_npy_index_mmap = True
-    with pytest.raises(FormatError, match=r"--dataloader-defer-npy-index-mmap: .* is not there"):
+    with pytest.raises(FormatError, match=r"--dataloader-defer-npy-index-mmap: .* does not exist"):
         train_valid_test_datasets_provider([30, 0, 0], args=args)

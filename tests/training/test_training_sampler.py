@@ -1,4 +1,4 @@
-"""Which rank reads which sample: every pack once, the same global batches on any number of ranks, even attention."""
+"""Distribution of samples to ranks: every pack once, equal global batches for any number of ranks, even attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_sft_idx.training.rows import PADDING, PackedBatchSampler, deal, ro
 
 
 class Costs:
-    """As much of a dataset as a sampler looks at."""
+    """The part of a dataset that a sampler uses."""
 
     def __init__(self, costs: Any) -> None:
         self.costs = np.asarray(costs, np.int64)
@@ -44,7 +44,7 @@ def sampler(dataset: Any, rank: int, ranks: int, micro: int, consumed: int = 0, 
 
 
 def steps(dataset: Any, ranks: int, micro: int, batch: int, consumed: int = 0, **options: Any) -> list[Any]:
-    """Samples of each step: [ranks, micro-batches, packs]."""
+    """Return the samples of each step: [ranks, micro-batches, packs]."""
     every = [
         list(sampler(dataset, rank, ranks, micro, consumed, global_batch_size=batch, **options))
         for rank in range(ranks)
@@ -132,7 +132,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_global_batches(
 
 
 def batches_of(config: Any, ranks: int, consumed: int = 0, **options: Any) -> list[dict[str, torch.Tensor]]:
-    """Every global batch as all ranks read it, each with a dataset of its own, put into the order of the samples."""
+    """Return every global batch in the order of samples, read by all ranks, each with its own dataset."""
     out = []
     parts = []
     for rank in range(ranks):
@@ -169,7 +169,7 @@ def test_a_blend_resumes_bitwise_on_one_rank_and_on_two(tmp_path: Path, balance:
 
 
 def blend_of(tmp_path: Path, planned: bool, samples: int = 120, weights: Any = (0.5, 0.3, 0.2)) -> Any:
-    """Three members: one of two shards, one that is the second half of its shard by a split, and a small one."""
+    """Return a blend of three members: two shards, the second half of a shard by a split, and a small shard."""
     write_packs(tmp_path / "a" / "one", 11, 0)
     write_packs(tmp_path / "a" / "two", 9, 1)
     paths = [str(tmp_path / "a"), write_packs(tmp_path / "b", 30, 2), write_packs(tmp_path / "c", 5, 3)]
@@ -255,7 +255,7 @@ def test_costs_are_sums_of_squared_lengths(tmp_path: Path) -> None:
 
 
 def test_long_packs_are_dealt_evenly() -> None:
-    """Packs of chats with a tenth of long ones, capacity 32768, 8 ranks, global batch 64."""
+    """Packs of chats, 10 % of them long; capacity 32768, 8 ranks, global batch 64."""
     random = np.random.default_rng(0)
     count = 60_000
     long, short = (np.exp(random.normal(np.log(median), sigma, count)) for median, sigma in ((12_000, 0.6), (400, 1.0)))
@@ -269,9 +269,9 @@ def test_long_packs_are_dealt_evenly() -> None:
         return np.array([(each.max(axis=0) / each.mean(axis=0)).mean() for each in found])
 
     assert len(uneven(True, (1, 2))) > 50
-    assert uneven(True, (1, 2)).max() < 1.03  # a step's ranks, every step
+    assert uneven(True, (1, 2)).max() < 1.03  # the ranks of a step, over all steps
     assert uneven(False, (1, 2)).mean() > 1.25
-    assert uneven(True, (2,)).mean() < 1.2  # what ranks work on at the same time
+    assert uneven(True, (2,)).mean() < 1.2  # the micro-batches that ranks process at the same time
     assert uneven(False, (2,)).mean() > 1.9
 
 
@@ -310,7 +310,7 @@ def test_packs_that_no_swap_can_even_out_are_dealt_in_few_swaps(monkeypatch: pyt
         ({"micro": 0}, "micro-batch size 0"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"consumed": 40}, "40 of 40 samples are consumed"),
-        ({"global_batch_size": 6}, "6 is no multiple of micro-batch size 2 x 2"),
+        ({"global_batch_size": 6}, "6 is not a multiple of micro-batch size 2 x 2"),
         ({"balance_attention": True}, "give global_batch_size"),
         ({"balance_attention": True, "global_batch_size": 8, "consumed": 4}, "end inside a global batch of 8"),
     ],

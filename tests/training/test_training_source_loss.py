@@ -1,4 +1,4 @@
-"""The loss by source: of each file what its sequences have alone, whatever rows, shards and attention they come in."""
+"""The loss by source equals the loss of the file's single sequences, for any rows, shards and attention."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredP
 
 LENGTH = 64
 A, B, C = ({"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc")
-# The tables of two shards: the files that both have stand in other places.
+# The tables of two shards, with common files at different places.
 TABLES = [[A, B], [C, B, A]]
 
 
 def write_shards(folder: Path, packs: int = 6) -> None:
-    """Two shards whose first tokens tell which file a sequence is from: 1, 2 or 3."""
+    """Write two shards in which the first token of a sequence is the number of its file: 1, 2 or 3."""
     rng = np.random.default_rng(0)
     for number, table in enumerate(TABLES):
         spec = ColumnSpec("sequence", np.uint32, 2, metadata={"files": table})
@@ -56,7 +56,7 @@ def write_shards(folder: Path, packs: int = 6) -> None:
 
 
 def sequences(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, slice]]:
-    """Row and place of each."""
+    """Yield row and slice of each sequence."""
     bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     for row, starts in enumerate(bounds.tolist()):
         for a, b in pairwise(starts):
@@ -66,7 +66,7 @@ def sequences(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, slice]]:
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_members_of_a_blend_number_files_as_the_blend_does(tmp_path: Path, planned: bool) -> None:
-    """Also where a DataLoader reads rows one by one, and in worker processes."""
+    """Also if a DataLoader reads rows one by one, and in worker processes."""
     write_shards(tmp_path)
     paths = [str(tmp_path / "x-1"), str(tmp_path / "x-0")]
     options: dict[str, Any] = {"sequence_length": LENGTH, "columns": ("source",), "index_only_packing": planned}
@@ -109,7 +109,10 @@ def test_sums_are_those_of_each_files_sequences(tmp_path: Path, planned: bool, m
 
 
 def test_rows_stay_what_the_shards_say(tmp_path: Path) -> None:
-    """Of the two numbers the file's is that of all tables, the row's that of the shard; where tables are one, both."""
+    """With several tables, the file's number refers to the joined table, and the row's number stays.
+
+    With one, both stay.
+    """
     write_shards(tmp_path)
     for path, tables in ((tmp_path, TABLES), (tmp_path / "x-1", TABLES[1:])):
         shards = ShardSet.open(path, columns=("source",))
@@ -137,10 +140,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
             StoredPacks(ShardSet.open(tmp_path / name, columns=("source",))), 8, columns=("source",)
         )
         assert assembler.assemble([0])["source"].tolist() == [[[5, 6]] + [[0, 0]] * (assembler.width - 2)]
-        with pytest.raises(FormatError, match="column source: not two uint32 a sequence with a table of files"):
+        with pytest.raises(FormatError, match="column source: expected two uint32 per sequence and a table of files"):
             _ = assembler.source_files
     plain = BatchAssembler(StoredPacks(ShardSet.open(tmp_path / "kind")), 8)
-    with pytest.raises(FormatError, match="batches without the column source"):
+    with pytest.raises(FormatError, match="the batch has no column source"):
         _ = plain.source_files
 
 
@@ -167,7 +170,7 @@ def options(folder: Path, *more: object) -> list[str]:
 
 @pytest.mark.parametrize("attention", ["thd", "mask", "unpacked"])
 def test_the_script_tells_the_loss_of_each_file(script: ModuleType, tmp_path: Path, attention: str) -> None:
-    """Of a model, that of each file's sequences, each of them alone in it."""
+    """It equals the model's loss on single sequences of each file."""
     write_shards(tmp_path)
     assembler = BatchAssembler(StoredPacks(ShardSet.open(tmp_path, columns=("source",))), LENGTH, columns=("source",))
     batches = [assembler.assemble(range(i, i + 2)) for i in (0, 6)]
@@ -197,7 +200,7 @@ def test_metrics_hold_it_for_every_step(script: ModuleType, tmp_path: Path) -> N
     told = [{name: value for name, value in line.items() if name.startswith("loss of ")} for line in lines]
     for line, by_file in zip(lines, told, strict=True):
         assert min(by_file.values()) <= line["loss"] <= max(by_file.values())
-    # A file that a step does not train on has no loss in it; in an epoch all come.
+    # A step reports no loss for a file that it does not train on; over an epoch, all files occur.
     assert {name for by_file in told for name in by_file} == {f"loss of {letter}.jsonl" for letter in "abc"}
 
 

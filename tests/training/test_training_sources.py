@@ -1,4 +1,4 @@
-"""Where rows come from: stored packs, and packs planned over sequences without rewriting a token."""
+"""Sources of rows: stored packs, and packs planned over sequences without rewriting tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
 def sequences_of(packs: Sequence[Sample]) -> Pairs:
-    """Ids and label mask of every sequence, in order."""
+    """Return ids and label mask of every sequence, in order."""
     return [(tuple(pack.tokens[a:b]), tuple(pack.label_mask[a:b])) for pack in packs for a, b in pairwise(pack.bounds)]
 
 
 def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
-    """The slow way: the sequences of each pack, read through ``segments`` and ``arrays`` one token range at a time."""
+    """Return the sequences of each pack the slow way, one token range at a time through ``segments`` and ``arrays``."""
     found = source.segments(np.array(packs, np.int64))
     assert [found.offsets.dtype, found.shards.dtype, found.starts.dtype, found.lengths.dtype] == [
         np.int64,
@@ -121,7 +121,7 @@ def test_offsets_wrong_inside_name_file_pack_rule_and_remedy(tmp_path: Path, kin
     header = ShardSet.open(tmp_path / "b").headers[0]
     offsets = np.cumsum([0, *map(sum, lengths)])
     refused: list[str] = []
-    # An offset inside, at every distance from where it belongs: also where each pack by itself still ascends.
+    # Move an inner offset by every distance, also if each pack by itself still ascends.
     for at, value in product(range(1, len(packs)), [*range(0, int(offsets[-1]) + 9, 3), -1, 2**40, 2**62]):
         with open(tmp_path / "b.seq.idx", "r+b") as file:
             file.seek(header.token_offsets_offset)
@@ -137,7 +137,7 @@ def test_offsets_wrong_inside_name_file_pack_rule_and_remedy(tmp_path: Path, kin
             BatchAssembler(source, 40).assemble(np.arange(source.num_packs))
         except CorruptShardError as error:
             refused.append(str(error))
-        else:  # every pack still fits: nothing but its checksum knows
+        else:  # every pack still fits: only the checksum shows it
             moved = offsets.copy()
             moved[at] = value
             assert np.diff(moved).min() > 0
@@ -154,13 +154,13 @@ def test_stored_packs_join_planned_ones(tmp_path: Path) -> None:
     stored = StoredPacks(ShardSet.open(tmp_path / "b"))
     joined, first = JoinedPacks([planned, stored]), planned.num_packs
     behind = rows_of(stored, range(stored.num_packs))
-    assert rows_of(joined, range(first, joined.num_packs)) == behind  # of one source alone
+    assert rows_of(joined, range(first, joined.num_packs)) == behind  # of one source only
     assert rows_of(joined, range(joined.num_packs)) == rows_of(planned, range(first)) + behind
 
 
 # ---- planned ----
 
-LONGEST = 9  # of the sequences that ``samples`` draws
+LONGEST = 9  # longest sequence that ``samples`` draws
 
 
 @settings(max_examples=15, deadline=None)
@@ -261,7 +261,7 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     negative = b'{"revision": 1, "packs": -1, "sequences": 0, "most_sequences": 1}'.ljust(4096)
     other = raw.replace(b'"revision": 1', b'"revision": 9')
     path.write_bytes({"cut": raw[:-1], "empty": b"", "other": other, "negative": negative, "deep": b"[" * 4096}[damage])
-    with pytest.raises(FormatError, match=f"{path.name}.*remove it, and it is made anew"):
+    with pytest.raises(FormatError, match=f"{path.name}.*it will be created again"):
         PlannedPacks(shards, PlanOptions(64), cache=tmp_path)
 
 

@@ -60,7 +60,7 @@ class Case:
 
 
 def measure(cases: Sequence[Case], rounds: int) -> None:
-    """Every way in every case, in turn; a case after the other."""
+    """Measure all ways in turn, case by case."""
     for case in cases:
         ways = [name for name in WAYS if case.order == "shuffled" or name in IN_ORDER]
         case.found = {name: SettingTimes(WAYS[name]) for name in ways}
@@ -91,7 +91,7 @@ def rows(case: Case, limit: int | None) -> Iterator[tuple[str, ...]]:
             yield SHOWN[name], f"refused: {one.refused}", *[""] * (len(COLUMNS) - 2)
             continue
         first, second = [run.first for run in one.rounds], [run.second for run in one.rounds]
-        # Where less was read than the limit, nothing had to go, and the second epoch is warm as without one.
+        # If less was read than the limit, nothing was evicted, and the second epoch is warm as without a limit.
         felt = limit is None or min(run.first.nbytes for run in one.rounds) > limit
         again = list(cells(second)) if felt else [""] * len(EPOCH)
         yield SHOWN[name], *cells(first), *again

@@ -17,7 +17,7 @@ from megatron_sft_idx.shard import Shard
 
 
 class MemmapReader:
-    """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
+    """Slices of tokens and masks from ``np.memmap``, with the ends of packs in memory."""
 
     def __init__(self, job: ReadRequest) -> None:
         shard = Shard(job.prefix, backend="pread")
@@ -36,7 +36,7 @@ class MemmapReader:
 
 
 class StockReader:
-    """Tokens by Megatron's own reader, which knows no masks."""
+    """Tokens from Megatron's own reader, which has no masks."""
 
     def __init__(self, job: ReadRequest, mmap: bool) -> None:
         self._dataset: Any = indexed_dataset().IndexedDataset(job.prefix, mmap=mmap)
@@ -60,7 +60,7 @@ PEERS: dict[str, tuple[str, Opener]] = {
 # ---- defaults ----
 
 Found = Mapping[str, SettingTimes]
-# Option, default, and two ways between which it decides.
+# Option, default, and the two ways that it selects from.
 _DECIDES = (
     ("`backend`", '`"mmap"`', "mmap", "pread"),
     ("`backend`, announced", '`"mmap"`', "mmap, random, schedule", "pread, random, schedule"),
@@ -71,7 +71,7 @@ _DECIDES = (
 
 
 def defaults(bench: Bench, cold: Found, limited: Found | None) -> None:
-    """A section of the report: what each option of reading gains, in the figures of the run.
+    """Write a section of the report: the gain of each read option in this run.
 
     Args:
         bench: the report.

@@ -68,7 +68,7 @@ def random_batches(packs: int, count: int, seed: int) -> Batches:
 
 
 def per_batch(batches: Iterable[Any], count: int) -> float:
-    """Milliseconds a batch for a trainer that does nothing else."""
+    """Return milliseconds per batch for a trainer that does nothing else."""
     taken = iter(batches)
     for _ in range(WARM_UP):
         next(taken)
@@ -79,7 +79,7 @@ def per_batch(batches: Iterable[Any], count: int) -> float:
 
 
 def blocked(batches: Iterable[Any], count: int) -> float:
-    """Mean milliseconds that a trainer whose steps take a while waits for the next batch."""
+    """Return the mean milliseconds that a trainer with longer steps waits for the next batch."""
     taken = iter(batches)
     waits = []
     for i in range(count + WARM_UP):
@@ -146,7 +146,7 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
 
 
 def copying(prefix: Path, order: Callable[[int], Batches]) -> Callable[[], float]:
-    """The least that anyone must do: every byte of the packs read once, every byte of the batch written once."""
+    """The minimum work: read every byte of the packs once, and write every byte of the batch once."""
     files = Files(prefix)
     shard, assembler = files.shard, assembler_of(prefix)
     out = Batch(assembler.layout(ROWS)).storage.numpy()
@@ -219,7 +219,7 @@ def headlines(bench: Bench, found: dict[str, Cells]) -> None:
 
 
 def key_of(name: str) -> str:
-    """Short, of a peer; empty for ours."""
+    """Return the short name of a peer; empty for ours."""
     words = {NUMPY: "numpy", LISTS: "lists"}
     return words.get(name) or next((key for key, word in (("arrow", "(Arrow)"), ("mds", "(MDS)")) if word in name), "")
 
@@ -228,7 +228,7 @@ def key_of(name: str) -> str:
 
 
 def in_fork(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """In a process that has mapped nothing yet, and takes its maps with it."""
+    """Run in a fork that has mapped nothing yet, so that its maps end with it."""
     context = get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=lambda: send.send(work()))
@@ -243,7 +243,7 @@ Cold = tuple[str, list[Path], Callable[[Batches], Iterable[Any]]]
 
 
 def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
-    """A row of the table each: what is evicted, and how it is read again."""
+    """Return the rows of the table: files to evict, and how to read them again."""
     files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".idx", ".seq.bin", ".seq.idx")]
 
     def thread(ahead: int, advice: Advice) -> Callable[[Batches], Iterable[Any]]:
@@ -276,9 +276,9 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     ways, seeds = cold_ways(stores, prefix), iter(range(1_000_000, 2_000_000))
 
     def from_disk(measure: Callable[[Iterable[Any], int], float], way: Cold) -> tuple[float, float]:
-        """Milliseconds and bytes read a batch."""
+        """Return milliseconds and bytes read per batch."""
         _, files, batches = way
-        # New batches each time: what is below the page cache must not remember them either.
+        # New batches each time, because caches below the page cache must not have them either.
         order = random_batches(packs, COLD_BATCHES, next(seeds))
 
         def work() -> tuple[float, float]:
@@ -329,7 +329,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
             stores.append(Store(*make(folder, Files(prefix))))
         except ImportError as error:
             bench.say(f"{make.__name__} is left out: {error}.")
-    # Cold first: this process must not have mapped what is to be evicted.
+    # Cold reads come first, because this process must not have mapped files to evict.
     cold(bench, stores, prefix, options.packs, options.rounds)
     check_equal(stores, prefix, options.packs)
     warm(bench, stores, prefix, options.packs, options.rounds)

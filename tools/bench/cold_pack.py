@@ -31,7 +31,7 @@ LENGTH, SEQUENCES = 4096, 8
 
 
 def opened(folder: Path) -> dict[str, tuple[Items, list[Path]]]:
-    """Every way, its index arrays in memory, and its data files."""
+    """Return every way, opened with its index arrays in memory, and its data files."""
     shard = Shard(folder / "x")
     shard.sequence_bounds()
     data = [folder / "x.bin", folder / "x.loss.bin"]

@@ -40,7 +40,7 @@ WAYS: dict[str, list[str]] = {
 
 
 def attach(prefix: Path) -> None:
-    """Columns of each kind, written after the shard as a user would."""
+    """Attach columns of each kind to the shard, as a user would."""
     header, rng = Shard(prefix).header, np.random.default_rng(1)
     for name in TOKENS:
         write_column(prefix, name, rng.random(header.num_tokens, np.float32), per="token")
@@ -50,7 +50,7 @@ def attach(prefix: Path) -> None:
 
 
 def assembling(prefix: Path, columns: list[str], packs: int) -> Callable[[int], float]:
-    """Milliseconds a batch, into reused buffers, in an order that a seed gives."""
+    """Return a function that measures milliseconds per batch, in reused buffers and an order given by a seed."""
     source = StoredPacks(ShardSet([str(prefix)], columns=columns))
     assembler = BatchAssembler(source, CAPACITY, width=SEQUENCES + 2, columns=columns)
     out = Batch(assembler.layout(ROWS))
@@ -62,7 +62,7 @@ def assembling(prefix: Path, columns: list[str], packs: int) -> Callable[[int], 
 
 
 def preprocessing(folder: Path, copies: int, source: bool) -> tuple[float, int]:
-    """CPU seconds of a run over the demo's chats many times over, in this process, and bytes on disk."""
+    """Return CPU seconds of a run in this process over many copies of the demo's chats, and bytes on disk."""
     rows = [json.loads(line) for line in (DEMO / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
     took = timed(
         lambda: preprocess(

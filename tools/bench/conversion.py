@@ -105,7 +105,7 @@ def watched(direction: str, source: list[str], destination: str, to: str, option
 
 
 def up_to(path: Path, nbytes: int) -> list[str]:
-    """The path, or of a folder of chunks as many as hold so much."""
+    """Return the path, or enough chunks of a folder for ``nbytes`` bytes."""
     if not path.is_dir() or (path / "manifest.json").exists():
         return [str(path)]
     taken: list[str] = []
@@ -127,7 +127,10 @@ def remove(folder: Path, name: str) -> None:
 
 
 def there_and_back(folder: Path, kind: Format, nbytes: int) -> Iterator[Run]:
-    """From a shard to the format and from it to a shard; the folder is left as it was, but without the first shard."""
+    """Convert a shard to the format and back.
+
+    Afterwards the folder is unchanged, except that the first shard is removed.
+    """
     shard, other = folder / "shard", folder / kind.stored
     write_packs(str(shard), max(1, nbytes // PACK_NBYTES))
     if kind.to is None:
@@ -151,7 +154,7 @@ def there_and_back(folder: Path, kind: Format, nbytes: int) -> Iterator[Run]:
 
 
 def by_convert(source: str, destination: str) -> float:
-    """Seconds to make a shard of a Parquet file; nothing is read again."""
+    """Return the seconds to make a shard from a Parquet file, without verification."""
     import pyarrow.parquet  # noqa: F401  # neither side's imports count
 
     start = time.perf_counter()
@@ -160,7 +163,7 @@ def by_convert(source: str, destination: str) -> float:
 
 
 def by_script(source: str, destination: str) -> float:
-    """Seconds to make Megatron's own files of it, tokens only: Parquet row by row through Python lists."""
+    """Return the seconds to make Megatron's own files from it, tokens only: Parquet row by row through Python lists."""
     import pyarrow.parquet as pq
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -70,7 +70,7 @@ def copied(items: Items, place: np.ndarray[tuple[int], np.dtype[np.int32]]) -> C
 
 
 def microseconds(read: Callable[[int], object], order: Iterable[int]) -> float:
-    """A read, over as many as fit the time; three at least."""
+    """Return microseconds per read, over as many reads as fit the time, at least three."""
     count, start = 0, time.perf_counter()
     for i in order:
         read(i)
@@ -81,7 +81,7 @@ def microseconds(read: Callable[[int], object], order: Iterable[int]) -> float:
 
 
 def open_small(way: Way, warm: str) -> None:
-    """Open and read something tiny, so that all code is there."""
+    """Open and read a tiny file, so that all code is loaded."""
     small = way.open(f"{warm}/{way.stored}")
     copied(small, np.empty(2 * CAPACITY, np.int32))(len(small) - 1)
 
@@ -115,7 +115,7 @@ def cold(number: int, folder: str, warm: str, seed: int) -> tuple[float, float]:
 
 
 def measured(folder: Path, warm: Path, rounds: int) -> dict[Way, list[Figures]]:
-    """Every way in every round; they take turns."""
+    """Measure every way in every round, in turns."""
     found: dict[Way, list[Figures]] = {way: [] for way in WAYS}
     for seed in range(rounds):
         for number, way in enumerate(WAYS):

@@ -32,7 +32,7 @@ Sample = dict[str, Any]
 
 
 class Items(Protocol):
-    """Anything that hands out samples by number."""
+    """Anything that returns samples by number."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Sample: ...

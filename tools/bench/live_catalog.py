@@ -45,7 +45,7 @@ def write_catalog(folder: Path, shards: int, packs: int) -> None:
 
 
 def static_batches(folder: Path) -> Iterator[Any]:
-    """The shards as a dataset that is all there, in random order."""
+    """Yield batches of the shards as a complete dataset, in random order."""
     source = StoredPacks(ShardSet.open(folder))
     rows = PackedRows(source, 0, "train", source.num_packs, CAPACITY)
     order = [list(range(first, first + ROWS)) for first in range(0, source.num_packs - ROWS + 1, ROWS)]
@@ -57,7 +57,7 @@ def live(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> LiveLoad
 
 
 def per_batch(batches: Iterable[Any]) -> tuple[float, float]:
-    """Milliseconds and processor milliseconds a batch, over an epoch, for a trainer that does nothing else."""
+    """Return milliseconds and CPU milliseconds per batch, over an epoch, for a trainer that does nothing else."""
     start, busy, count = time.perf_counter(), time.process_time(), 0
     for _ in batches:
         count += 1
@@ -65,7 +65,7 @@ def per_batch(batches: Iterable[Any]) -> tuple[float, float]:
 
 
 def beside(bench: Bench, folder: Path, rounds: int) -> None:
-    torch.set_num_threads(1)  # a pool of threads that look for work would count as busy
+    torch.set_num_threads(1)  # a pool of polling threads would count as busy
     ways: list[tuple[str, Callable[[], Iterable[Any]]]] = [
         ("static dataset", lambda: static_batches(folder)),
         ("live catalog", lambda: live(folder)),
@@ -101,7 +101,7 @@ def beside(bench: Bench, folder: Path, rounds: int) -> None:
 
 
 def scattered(folder: Path, rank: int) -> Iterator[Any]:
-    """Rank 0 reads for all and scatters, as streaming datasets in other trainers do."""
+    """Yield batches that rank 0 reads for all ranks and scatters, like streaming datasets in other trainers."""
     source = StoredPacks(ShardSet.open(folder))
     assembler = BatchAssembler(source, CAPACITY, width=SEQUENCES + 2)
     layout = assembler.layout(ROWS)

@@ -47,7 +47,7 @@ ACCESSES = ("`ds[i]`", "`assemble`", "`BatchLoader`")
 
 
 def write(prefix: Path, groups: int, number: int = 0) -> None:
-    """A shard of ``groups`` times eight packs."""
+    """Write a shard of ``groups`` times eight packs."""
     metadata = {"tokenizer": {"fingerprint": "f" * 32, "vocab_size": 60_000}, "shard": number}
     options = {"token_dtype": np.uint16, "capacity": LENGTH, "metadata": metadata}
     write_equal_packs(prefix, groups * PACKS, LENGTH, SEQUENCES, seed=number, **options)
@@ -64,14 +64,14 @@ def make(folder: Path, shards: int) -> None:
 
 
 class Watch:
-    """How many maps of shard files and descriptors this process has had at most, by what was seen after each step."""
+    """The maximum numbers of maps of shard files and of descriptors of this process, counted after each step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = f"{folder}/many/"
         self.maps = self.files = 0
 
     def look(self) -> None:
-        """Count them; SystemExit where there are too many maps."""
+        """Count them. SystemExit if there are too many maps."""
         self.maps = max(self.maps, Path("/proc/self/maps").read_text().count(self._folder))
         self.files = max(self.files, len(os.listdir("/proc/self/fd")))
         if self.maps > MOST_MAPS:

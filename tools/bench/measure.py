@@ -66,7 +66,7 @@ def alternated(
 
 
 def medians(times: Iterable[Sequence[Time]]) -> list[Time]:
-    """The median of each work, by either clock."""
+    """Return the median of each work, for both clocks."""
     return [Time(*map(median, zip(*column, strict=True))) for column in times]
 
 
@@ -114,7 +114,7 @@ def read_from_disk() -> int:
 
 
 def require_cold(files: Iterable[Path]) -> None:
-    """SystemExit where more than a twentieth of some files is in the page cache."""
+    """Raise SystemExit if more than a twentieth of some files is in the page cache."""
     resident = nbytes = 0
     for path in files:
         mapped = np.memmap(path, np.uint8, "r")

@@ -65,7 +65,7 @@ def write_processor(folder: Path) -> None:
 
 
 def write_images(folder: Path, count: int) -> int:
-    """JPEG files with structure, as photographs have it; returns their bytes."""
+    """Write JPEG files with structure like photographs, and return their bytes."""
     folder.mkdir()
     rng, nbytes = np.random.default_rng(1), 0
     for number in range(count):
@@ -90,7 +90,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def peak_of_job(folder: Path, rows: int, workers: int) -> tuple[float, int, int]:
-    """Seconds of a run of ``preprocess``, and the most memory of its process and of a worker, in bytes."""
+    """Return the seconds of a run of ``preprocess``, and the peak memory of its process and of a worker, in bytes."""
     prefix = folder / f"out-{rows}-{workers}"
     given = {
         "input": folder / f"rows-{rows}.jsonl",
@@ -180,8 +180,8 @@ def report_job(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 def readers(folder: Path, prefix: Path) -> dict[str, tuple[Callable[[int], int], list[Path]]]:
-    """For every way what reads a pack and copies it out, and its data files; it returns the bytes that were read."""
-    # Another object reads the shard for the peers, because pages that are mapped cannot be dropped from the page cache.
+    """Return for every way a function that copies a pack and returns its bytes, and the data files."""
+    # Another object reads the shard for the peers, because mapped pages cannot be dropped from the page cache.
     written = Shard(prefix)
     mds_store, (tar_store, _) = peers.mds(folder, written), peers.tars(folder, written)
     del written

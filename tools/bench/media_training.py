@@ -59,7 +59,7 @@ Order = list[list[int]]
 
 
 def pictures(rng: np.random.Generator) -> Iterator[bytes]:
-    """JPEG files of 640 x 480 and 480 x 640 pixels, as large as photographs of that size are."""
+    """Yield JPEG files of 640 x 480 and 480 x 640 pixels, with the file size of photographs."""
     grain = rng.normal(0, 9, (1024, 1024, 1)).astype(np.float32)
     for number in range(PICTURES):
         height, width = (640, 480) if number % 3 == 2 else (480, 640)
@@ -74,7 +74,7 @@ def pictures(rng: np.random.Generator) -> Iterator[bytes]:
 
 
 def write_packs(prefix: Path, packs: int, image_id: int) -> None:
-    """Packs of conversations that each show an image, as LLaVA's processor expands it."""
+    """Write packs of conversations with one image each, expanded as by LLaVA's processor."""
     rng = np.random.default_rng(0)
     pool, number = list(pictures(rng)), 0
     with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False, media=True) as writer:
@@ -127,7 +127,7 @@ def assembler_of(prefix: Path, step: MediaStep, **options: Any) -> BatchAssemble
 
 
 def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], order: Order, workers: int) -> Iterable[Any]:
-    """A DataLoader of torch; a data set that is iterated chooses its own order."""
+    """Return a DataLoader of torch. An iterable data set chooses its own order."""
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     chosen: dict[str, Any] = {"batch_size": ROWS} if isinstance(dataset, IterableDataset) else {"batch_sampler": order}
     made: DataLoader[Any] = DataLoader(dataset, collate_fn=collate, **chosen, **options)
@@ -135,7 +135,7 @@ def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], order: Order, w
 
 
 class Way(NamedTuple):
-    """How batches of an order are made, without and with two worker processes; None where there is no such way."""
+    """Functions that make batches of an order, without and with two worker processes; None if impossible."""
 
     name: str
     alone: Callable[[Order], Iterable[Any]] | None
@@ -143,10 +143,10 @@ class Way(NamedTuple):
 
 
 def ways_of(stage: Stage, folder: Path, stores: list[Store]) -> list[Way]:
-    """A row of the table each."""
+    """Return the ways, one per row of the table."""
     step, finish = steps(stage, folder)
     prefix, collate = folder / "ours", peers.Collate(finish)
-    # A pool of threads does not survive the fork of a DataLoader, so that each way has its own step.
+    # A pool of threads does not survive the fork of a DataLoader, so each way has its own step.
     alone, threaded, forked = (assembler_of(prefix, step) for _ in range(3))
 
     def through(store: Store) -> Way:
@@ -171,7 +171,7 @@ def random_order(packs: int, count: int, rng: np.random.Generator) -> Order:
 
 
 def check_equal(stage: Stage, ways: list[Way], packs: int) -> None:
-    """Every way gives the same tensors and the same images for the same packs."""
+    """Check that every way returns the same tensors and images for the same packs."""
     order = random_order(packs, 1, np.random.default_rng(7))
     wanted: dict[str, Any] | None = None
     for way in ways:
@@ -206,7 +206,7 @@ def per_batch(batches: Iterable[Any], count: int) -> float:
 
 
 def waits(batches: Iterable[Any], count: int, step_ms: float) -> list[float]:
-    """Milliseconds that a trainer whose steps take a while waits for each batch."""
+    """Return the milliseconds that a trainer with longer steps waits for each batch."""
     taken, found = iter(batches), []
     for number in range(count + WARM_UP):
         start = time.perf_counter()
@@ -227,7 +227,7 @@ class Found(NamedTuple):
 def measured(
     ways: list[Way], packs: int, rounds: int, count: int, step_ms: float, seed: int
 ) -> dict[tuple[str, int], Found]:
-    """By name of the way and number of workers."""
+    """Measure all ways. Return results by name of the way and number of workers."""
     rng = np.random.default_rng(seed)
     made = [
         (way.name, workers, make)
@@ -287,7 +287,7 @@ def report_stage(
 
 
 def headlines(bench: Bench, stage: Stage, stores: list[Store], found: dict[tuple[str, int], Found]) -> None:
-    """A batch, and the wait for one; of each side the better of no workers and two workers."""
+    """Report the time per batch and the wait for one, for each side the better of no workers and two."""
     images = {"files": "encoded images", "pixels": "decoded images", "tensors": "`pixel_values`"}[stage]
 
     def best(names: Iterable[str], values: Callable[[Found], list[float]]) -> list[float]:
@@ -313,8 +313,8 @@ def headlines(bench: Bench, stage: Stage, stores: list[Store], found: dict[tuple
 
 
 def report_cold(bench: Bench, folder: Path, stores: list[Store], options: Namespace, rounds: int) -> None:
-    """Encoded files with nothing in the page cache: what the disk and the order of reading make of a batch."""
-    gc.collect()  # what still maps files keeps their pages in the page cache
+    """Measure encoded files with an empty page cache: the cost of the disk and of the order of reading."""
+    gc.collect()  # maps of files keep their pages in the page cache
     rng, count, step_ms = np.random.default_rng(11), options.cold_batches, 20.0
     step, finish = steps("files", folder)
     prefix, collate = folder / "ours", peers.Collate(finish)
@@ -341,7 +341,7 @@ def report_cold(bench: Bench, folder: Path, stores: list[Store], options: Namesp
         opened: Callable[[], Callable[[Order], Iterable[Any]]],
         measure: Callable[[Iterable[Any]], float],
     ) -> tuple[float, float]:
-        # New batches each time: what is below the page cache must not remember them either.
+        # New batches each time, because caches below the page cache must not have them either.
         order = random_order(options.packs, count + WARM_UP, rng)
 
         def work() -> tuple[float, float]:
@@ -389,7 +389,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         stores += made if isinstance(made, list) else [made]
     assert shard.media is not None
     nbytes, items = shard.media.header.data_nbytes, shard.media.header.num_items
-    del shard  # and its maps: pages that are mapped stay in the page cache
+    del shard  # and its maps, because mapped pages stay in the page cache
     bench.say(
         f"{options.packs:,} packs of up to {CAPACITY} tokens, with {items:,} JPEG files of 640 x 480 pixels,"
         f" {nbytes / items / 1000:.0f} kB each on average; batches of {ROWS} random packs have {ROWS * IMAGES} images."
@@ -397,7 +397,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         f" {peers.SHUFFLE_BUFFER} packs; all others read packs at random. Other programs were running on this machine."
     )
     rounds, batches = options.rounds, options.batches
-    # The processor takes most of the time of its batches, so fewer ways show what there is to see.
+    # The processor takes most of the time of these batches, so fewer ways are enough.
     some = [store for store in stores if store.name.startswith(("datasets", "wids"))]
     report_stage(bench, "files", folder, stores, options, count=20, rounds=rounds)
     report_stage(bench, "pixels", folder, stores, options, count=batches, rounds=rounds)

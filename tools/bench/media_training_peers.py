@@ -49,7 +49,7 @@ def decoded(file: Any) -> NDArray[np.uint8]:
 
 
 class Files:
-    """Hands out encoded files as they are."""
+    """Returns encoded files unchanged."""
 
     def __call__(self, images: list[Any]) -> dict[str, Any]:
         """Return the images of a batch."""
@@ -83,12 +83,12 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows to the batch that Megatron takes, with its images."""
+    """Makes the batch that Megatron takes from rows, with images."""
 
     finish: Finish
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
-        """The batch of some rows."""
+        """Return the batch of some rows."""
         batch: dict[str, Any] = dict(batches_peers.collate([(row.ids, row.mask, row.bounds) for row in rows]))
         return batch | self.finish([image for row in rows for image in row.images])
 
@@ -192,7 +192,7 @@ def mds(folder: Path, shard: Shard) -> Store:
 
 
 def write_tars(folder: Path, shard: Shard) -> list[Path]:
-    """Tar files of samples as webdataset and wids take them: arrays as bytes, and the images of a pack after these."""
+    """Write tar files of samples for webdataset and wids: arrays as bytes, followed by the images of a pack."""
     folder.mkdir()
     shards: list[dict[str, Any]] = []
     for first in range(0, len(shard), PACKS_PER_TAR):
@@ -217,22 +217,22 @@ def write_tars(folder: Path, shard: Shard) -> list[Path]:
 
 
 def _row_of_sample(files: dict[str, bytes]) -> Row:
-    """A row of the files of a sample, by their suffixes without a dot at the front."""
+    """Return the row of a sample, from its files by suffix without the first dot."""
     images = [files[name] for name in sorted(name for name in files if name.endswith(".jpg"))]  # at most ten
     arrays = (np.frombuffer(files["ids.bin"], np.int32), np.frombuffer(files["mask.bin"], np.uint8))
     return Row(*arrays, np.frombuffer(files["bounds.bin"], np.int32), images)
 
 
 class _WidsRows(Dataset[Row]):
-    """Samples of tar files in any order, by an index that is made of each file when it is opened."""
+    """Samples of tar files in any order, with an index made when each file is opened."""
 
     def __init__(self, folder: Path) -> None:
         from wids import ShardListDataset
 
         kind: Any = ShardListDataset
-        # Files are read where they lie; with a folder for a cache, wids copies them there and reads the copies.
+        # Files are read in place; with a cache folder, wids would copy them there.
         place = Path(folder)
-        # It says on stderr what it opens.
+        # It prints opened files to stderr.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             self.samples = kind(
                 str(place / "index.json"), base="", localname=str, transformations=[], lru_size=200, keep=True
@@ -253,7 +253,7 @@ class _WidsRows(Dataset[Row]):
 
 
 class _WebRows(IterableDataset[Row]):
-    """The tar files one after the other in random order, and samples through a buffer in which they are shuffled."""
+    """Tar files one after the other in random order, with samples shuffled in a buffer."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [str(path) for path in files]
@@ -271,7 +271,7 @@ class _WebRows(IterableDataset[Row]):
 
 
 def tars(folder: Path, shard: Shard) -> list[Store]:
-    """The two ways to read tar files."""
+    """Return the two ways to read tar files."""
     from importlib.metadata import version
 
     files = write_tars(folder / "tar", shard)

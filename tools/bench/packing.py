@@ -97,7 +97,7 @@ def binpacking(lengths: Lengths, capacity: int) -> Packed:
 
 
 def binpacking_windows(lengths: Lengths, capacity: int) -> Packed:
-    """Windows of a thousand, as trainers call it that would otherwise wait for minutes."""
+    """Pack windows of a thousand, like trainers that would otherwise wait for minutes."""
     from binpacking import to_constant_volume
 
     pairs = list(enumerate(lengths.tolist()))
@@ -201,7 +201,7 @@ def packers(count: int, full: bool) -> dict[str, Callable[[Lengths, int], Packed
 
 
 def run_shapes(bench: Bench, count: int, full: bool) -> list[Run]:
-    """Every packer on each shape of this size; a table row for each."""
+    """Run every packer on each shape of this size, with one table row each."""
     every: list[Run] = []
     rows: list[tuple[str, ...]] = []
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
@@ -210,7 +210,7 @@ def run_shapes(bench: Bench, count: int, full: bool) -> list[Run]:
         for turn in range(ROUNDS):
             for packer, run in packers(count, full).items():
                 if turn and packer in PEERS and packer != LIGHT:
-                    continue  # hundreds of times slower: one round says it
+                    continue  # hundreds of times slower: one round is enough
                 seconds, plan = run(lengths, capacity)
                 # Only the first plan is kept: new memory at every repeat is the machine's time, not the packer's.
                 if not turn:
@@ -241,7 +241,7 @@ def shape_rows(
 
 
 def random_shapes(bench: Bench, number: int) -> None:
-    """How auto stands against everything else on random shapes."""
+    """Compare auto with all others on random shapes."""
     random = np.random.default_rng(20261121)
     others = [method for method in METHODS if method != "auto"]
     wins: dict[str, list[int]] = {name: [0, 0, 0] for name in [*others, LIGHT]}

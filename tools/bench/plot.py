@@ -1,7 +1,7 @@
 """Plots as SVG, drawn by hand: dots with the range of their rounds.
 
-They are read on white, which they bring along, so that a dark page does not swallow them. Ours is blue and filled,
-others are orange and hollow: two colours that all readers can distinguish, and two shapes.
+They have a white background, so that they are visible on a dark page. Ours is blue and filled, others are orange and
+hollow: all readers can distinguish the colours, and the shapes differ too.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def page(height: float, title: str, parts: Iterator[str]) -> str:
 
 
 def key(y: float, others: str = "others") -> Iterator[str]:
-    """Which mark is whose."""
+    """The key of the marks."""
     yield marker(26, y - 4, True)
     yield text(38, y, "ours")
     yield marker(88, y - 4, False)

@@ -34,7 +34,7 @@ ALONE, BESIDE, OF_TEXT, BOTH = "chats, blend of chats", "chats, blend of both", 
 
 
 def write_text(prefix: Path, tokens: int) -> None:
-    """Documents of about a thousand tokens."""
+    """Write documents of about a thousand tokens."""
     rng, builder, written = np.random.default_rng(2), IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32), 0
     while written < tokens:
         document = rng.integers(1, 150_000, int(rng.exponential(1000)) + 1, np.int32)
@@ -45,7 +45,7 @@ def write_text(prefix: Path, tokens: int) -> None:
 
 
 def blend_of(folder: Path, *paths: str) -> Any:
-    """The training data of one epoch of each path."""
+    """Return the training data of one epoch of each path."""
     config = PackedSFTDatasetConfig(
         random_seed=1, sequence_length=CAPACITY, blend=(list(paths), None), split="1,0,0",
         path_to_cache=str(folder / "cache"),
@@ -55,7 +55,7 @@ def blend_of(folder: Path, *paths: str) -> Any:
 
 
 def samples_of(blend: Any, members: tuple[int, ...], seed: int) -> NDArray[np.int64]:
-    """Batches of random samples, as many of each member."""
+    """Return batches of random samples, with equally many of each member."""
     rng = np.random.default_rng(seed)
     count = (BATCHES + 50) * ROWS // len(members)
     each = [rng.choice(np.flatnonzero(blend.dataset_index == member), count) for member in members]
@@ -63,7 +63,7 @@ def samples_of(blend: Any, members: tuple[int, ...], seed: int) -> NDArray[np.in
 
 
 def ours(blend: Any, members: tuple[int, ...]) -> Callable[[int], float]:
-    """Milliseconds a batch, into reused buffers."""
+    """Return a function that measures milliseconds per batch, in reused buffers."""
     rows = rows_of(blend)
     out = Batch(rows.assembler.layout(ROWS))
 
@@ -75,7 +75,7 @@ def ours(blend: Any, members: tuple[int, ...]) -> Callable[[int], float]:
 
 
 def theirs(blend: Any, members: tuple[int, ...]) -> Callable[[int], float]:
-    """Milliseconds a batch of Megatron's blend, row by row as its loaders take it, and torch's collate function."""
+    """Return the same for Megatron's blend, read row by row like its loaders, with torch's collate function."""
 
     def run(seed: int) -> float:
         batches = samples_of(blend, members, seed)

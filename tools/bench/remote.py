@@ -73,7 +73,7 @@ WAYS = (
 
 
 def write_shard(folder: Path, packs: int) -> Path:
-    """A shard in ``folder``, and the .idx by which stock code finds masks."""
+    """Write a shard to ``folder``, with the .idx that stock code needs for masks."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix, mask = folder / KEY, np.ones(LENGTH, np.uint8)
@@ -87,14 +87,14 @@ def write_shard(folder: Path, packs: int) -> Path:
 
 
 def batches(packs: int, seconds: float) -> Iterator[list[int]]:
-    """Micro-batches in a shuffled order; none more after some seconds, so that all that is asked for is counted."""
+    """Yield micro-batches in shuffled order, and stop after some seconds, so that all requests are counted."""
     random, begin = np.random.default_rng(1), time.perf_counter()
     while time.perf_counter() - begin < seconds:
         yield random.integers(0, packs, BATCH).tolist()
 
 
 def stock_reader(way: Way, cache: str) -> Read:
-    """Megatron's IndexedDataset, pack by pack into arrays."""
+    """Return a reader that uses Megatron's IndexedDataset, pack by pack into arrays."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 
@@ -111,7 +111,7 @@ def stock_reader(way: Way, cache: str) -> Read:
 
 
 def our_reader(way: Way, cache: str) -> Read:
-    """Whole batches of five tensors, by the loader that training uses."""
+    """Return a reader of whole batches of five tensors, with the loader for training."""
     from megatron_sft_idx.shard.shard_set import ShardSet
     from megatron_sft_idx.training.batch import BatchAssembler
     from megatron_sft_idx.training.loader import BatchLoader
@@ -174,7 +174,7 @@ def put(prefix: Path, environment: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Swift with the shard in it: its port, and the variables by which clients know themselves."""
+    """Serve the shard with Swift. Yield its port, and the variables with the clients' credentials."""
     log = prefix.parent / "swift.log"
     command = [sys.executable, str(SERVER)]
     with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
@@ -196,14 +196,14 @@ def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 @contextlib.contextmanager
 def ranges(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The server that knows nothing but ranges, over the folder above the shard's."""
+    """Serve the folder above the shard's with the server that supports only ranges."""
     keys = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
     with range_server(str(prefix.parent.parent)) as port:
         yield port, {**keys, "AWS_EC2_METADATA_DISABLED": "true"}
 
 
 def reached(port: int, environment: dict[str, str], config: Path) -> dict[str, str]:
-    """The variables by which every way goes through a port."""
+    """Return the variables with which every way uses a port."""
     endpoint = f"http://127.0.0.1:{port}"
     keys = {"access_key": environment["AWS_ACCESS_KEY_ID"], "secret_key": environment["AWS_SECRET_ACCESS_KEY"]}
     provider = {"type": "s3", "options": {"base_path": BUCKET, "region_name": "us-east-1", "endpoint_url": endpoint}}

@@ -240,7 +240,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
     rows = list(driver_rows())
     bench.table(["sequences", "CPU seconds", "minutes for a billion", "bytes held a sequence", "method"], rows)
     bench.headline("plan", "plan a billion sequences in one process", [float(str(rows[-1][2]))], "minutes")
-    # Bytes a sequence are GB a billion; the lengths as they arrived are four more.
+    # Bytes per sequence are GB per billion; the lengths take four more.
     bench.headline("plan-memory", "the same: memory", [float(str(rows[-1][3])) + 4], "GB")
     bench.section(f"Whole runs, medians of {options.rounds}")
     if load > 1:

@@ -101,7 +101,7 @@ class Link:
     counts: Any  # requests, and bytes of answers; shared with the process that counts them
 
     def take(self) -> tuple[int, int]:
-        """Requests and bytes since they were last taken."""
+        """Return requests and bytes since the last call."""
         requests, nbytes = self.counts[:]
         self.counts[0] = self.counts[1] = 0
         return requests, nbytes
@@ -109,7 +109,7 @@ class Link:
 
 @contextmanager
 def slow_link(target: int, milliseconds: float) -> Iterator[Link]:
-    """A proxy to a port of this machine that adds so much to every request."""
+    """Run a proxy to a port of this machine that delays every request."""
     counts = multiprocessing.get_context("spawn").Array("q", 2, lock=False)
     with _served(_forward, target, milliseconds / 1000, counts) as port:
         yield Link(port, counts)
@@ -122,7 +122,7 @@ def _forward(target: int, seconds: float, counts: Any, listening: Any) -> None:
         async def up() -> None:
             while piece := await reader.read(_PIECE_NBYTES):
                 counts[0] += piece.count(b" HTTP/1.1\r\n")
-                # Reading asks in one small piece each, so this is once a request.
+                # Each request is one small piece, so this happens once per request.
                 await asyncio.sleep(seconds)
                 far_writer.write(piece)
                 await far_writer.drain()

@@ -3,7 +3,7 @@
 The rendering of a stand-in conversation (``stand_in``) is the template's own text with placeholders in between. A row
 *agrees* with its stand-in if its rendering has the same own text, character for character, with the row's values in
 place of the placeholders. Then each position of one rendering has a counterpart in the other. Values are found in one
-of two ways, neither of which searches for them:
+of two ways. Neither searches the text for them:
 
 - *By spelling.* From the end of the text backwards, own text and values must alternate as in the stand-in, each value
   unchanged, trimmed, or as JSON. This needs no further rendering.

@@ -108,8 +108,8 @@ class Allowance:
             self.remaining += max(more, min(4 * more, GENEROUS))
         if self.remaining < 0:
             raise Overspent(
-                "it takes more loop iterations, other steps or characters than any conversation needs; correct the loop"
-                " or value that grows there, or leave such rows out with --on-bad-row skip"
+                "it needs more loop iterations, steps or characters than any conversation should; fix the loop or"
+                " value that grows, or skip such rows with --on-bad-row skip"
             )
 
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
@@ -231,7 +231,7 @@ def text_bytes(text: str) -> int:
 def _description(value: Any) -> str:
     """Return the end of an error message about a value without a defined text."""
     if hasattr(value, "__next__") and type(value).__module__ == "builtins":  # generators and iterators, not loops
-        return "values that are still to come: was `| list` forgotten?"
+        return "a generator instead of its values: was `| list` forgotten?"
     name = getattr(value, "__name__", None) or getattr(value, "name", None)
     shown = f" ({name})" if isinstance(name, str) and name.isidentifier() else ""
     if isinstance(value, Macro):
@@ -241,5 +241,5 @@ def _description(value: Any) -> str:
     elif isinstance(value, (FunctionType, type)) or (callable(value) and shown):
         kind = "a function"
     else:
-        return f"an object of type {type(value).__name__}, which has no text of its own"
+        return f"an object of type {type(value).__name__}, which cannot be written as text"
     return f"{kind}{shown}: were parentheses forgotten?"

@@ -13,7 +13,7 @@ from megatron_sft_idx.chat.template.turn import Said, TurnFinder, numbered
 
 _OUTSIDE = (
     "writes outside its generation markers",
-    "mend the markers, or take them as they stand: --partial-markers keep",
+    "fix the markers, or accept them as they are with --partial-markers keep",
 )
 
 
@@ -84,8 +84,8 @@ class BlockFinder:
                 start < one.stop and one.start < stop for start, stop in self._traced.generated
             ):
                 raise unusable(
-                    f"{self._rules.name}: the generation markers enclose what message {numbered(speaker)} ({role})"
-                    " says; mend the markers, or train on exactly what they enclose: --train-on markers"
+                    f"{self._rules.name}: the generation markers enclose text of message {numbered(speaker)} ({role});"
+                    " fix the markers, or train on exactly the enclosed text with --train-on markers"
                 )
 
     def _by_message(self) -> dict[int, Ranges]:
@@ -118,9 +118,9 @@ class BlockFinder:
                 message = next((i for i in behind if self._stands_alone(i, start, stop)), message)
             if message is None:
                 raise unusable(
-                    f"{self._rules.name}: a generation block encloses the loop over the messages or stands outside it,"
-                    " so it is no message's; put the markers around what the assistant says in one iteration, or train"
-                    " on exactly what they enclose: --train-on markers"
+                    f"{self._rules.name}: a generation block is around or outside the loop over the messages, so it"
+                    " belongs to no message; put the markers around the assistant's text inside the loop, or train on"
+                    " exactly the enclosed text with --train-on markers"
                 )
             spans.setdefault(message, []).append((start, stop))
         return spans

@@ -90,7 +90,7 @@ class ChatTemplate:
         special_tokens: template variables such as ``bos_token`` and ``eos_token``.
         control_tokens: texts of the tokenizer's special tokens. Data that spells one must not become one.
         options: what is trained on.
-        template_kwargs: further template variables; those of a row take precedence.
+        template_kwargs: further template variables; variables of a row take precedence.
         name: name of the template in errors, such as the file it came from.
 
     Attributes:
@@ -125,7 +125,8 @@ class ChatTemplate:
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
         if self.options.train_on == "markers" and not self.has_generation_markers:
             raise FormatError(
-                f"{name}: --train-on markers needs a template with {{% generation %}} markers, and this one has none"
+                f"{name}: --train-on markers needs a template with {{% generation %}} markers, but this template"
+                " has none"
             )
         self._masks = MaskFinder(self._rules, self.has_generation_markers, source)
         self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
@@ -291,7 +292,7 @@ class ChatTemplate:
         if not (lacking and isinstance(failed, _UnrenderedError)):
             raise failed
         what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
-        raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
+        raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried instead)')
 
     def _writes_more(self, rendered: Sequence[Rendered], form: _Form, what: str) -> bool:
         """Return whether the template wrote something more often than the row and the template's source spell it."""
@@ -342,8 +343,8 @@ class ChatTemplate:
             traced = self._render_or_raise(self._template.render, form.messages, form.variables)
         except Untraceable as error:
             raise unusable(
-                f"{self.name}: cannot tell where the generation markers are in the text, because {error}; mend the"
-                " template"
+                f"{self.name}: the positions of the generation markers in the text cannot be determined, because"
+                f" {error}; fix the template"
             ) from None
         weighed = [
             (one.start, one.stop, form.conversation.weights[one.message])
@@ -365,8 +366,8 @@ class ChatTemplate:
             for piece in utterances_of(messages[index]):
                 if "".join(piece.text.split()) not in whole:
                     raise unusable(
-                        f"the chat template {self.name} leaves out {short(piece.text)} of assistant message"
-                        f" {index + 1}; use a template that keeps it, or give the message weight 0"
+                        f"the chat template {self.name} drops {short(piece.text)} from assistant message {index + 1};"
+                        " use a template that keeps it, or set the weight of the message to 0"
                     )
 
     def _split(self, form: _Form) -> list[Rendered]:
@@ -483,12 +484,12 @@ class ChatTemplate:
         except (FormatError, SequenceError, Untraceable):
             raise
         except RaisedByTemplate as error:
-            raise _unrendered(f"the chat template {self.name} refuses it: {error}") from None
+            raise _unrendered(f"the chat template {self.name} rejects it: {error}") from None
         except _RUNAWAY as error:
             raise self._runaway(error) from None
         except SecurityError as error:
             where = self._template.line_of(error)
-            raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
+            raise FormatError(f"{self.name}: {where}not allowed in a template: {error}") from None
         except Exception as error:
             where = self._template.line_of(error)
             said = unusable if isinstance(error, NotText) else _unrendered
@@ -496,8 +497,8 @@ class ChatTemplate:
 
     def _runaway(self, error: Exception) -> _Runaway:
         where = self._template.line_of(error)
-        what = str(error) or "it needs more memory than there is"
-        return _Runaway("conversation", None, f"{self.name}: {where}a template may not do this: {what}")
+        what = str(error) or "it needs more memory than is available"
+        return _Runaway("conversation", None, f"{self.name}: {where}not allowed in a template: {what}")
 
     def _refuse_reserved(self, kwargs: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
         taken = _RESERVED.intersection(kwargs)

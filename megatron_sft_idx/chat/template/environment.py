@@ -190,7 +190,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         return formatted
 
     def __reduce__(self) -> Any:
-        raise TypeError("a template's environment stays in its process; pickle the ChatTemplate")
+        raise TypeError("a template environment cannot be pickled; pickle the ChatTemplate instead")
 
 
 class _MeteredFormatter(SandboxedFormatter):

@@ -1,4 +1,4 @@
-"""Jinja's filters and tests for chat templates, each of which pays for what it does.
+"""Jinja's filters and tests for chat templates, with a cost for each call.
 
 A filter pays like a method (``methods``): for the bytes that go in and come out, and for a bound on its work if that
 can be larger. The input differs: one text, the items of a list, or everything inside a value. A value that a filter
@@ -66,7 +66,7 @@ def _of_text(bound: Bound, coerced: bool = True) -> Payment:
         if isinstance(value, str):
             pay_for_text(operators.allowance, value, bound, arguments, written=coerced)
         elif bound is not nothing:  # the filter would fail, but might first process its arguments
-            raise TypeError(f"text is needed here, and this is a value of type {type(value).__name__}")
+            raise TypeError(f"expected text, found a value of type {type(value).__name__}")
         return value
 
     return payment
@@ -186,7 +186,7 @@ def filters_of(operators: Operators, filters: Mapping[str, Filter]) -> dict[str,
         **{name: filters[name] for name in _FREE},
         **{name: _paying(filters[name], payment, operators) for name, payment in _PAYMENTS.items()},
         "join": join,
-        "random": refused("the random filter", "it would make other text from the same row"),
+        "random": refused("the random filter", "it would give different text for the same row"),
         "replace": replace,
         "trim": trim,
         "tojson": partial(_to_json, allowance),
@@ -206,7 +206,7 @@ def _paying(filter_: Filter, payment: Payment, operators: Operators) -> Filter:
     return paying
 
 
-def refused(what: str, reason: str = "it is not on the list of what chat templates may use") -> Callable[..., Any]:
+def refused(what: str, reason: str = "chat templates are not allowed to use it") -> Callable[..., Any]:
     """Replacement for a filter or function that templates must not call."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ _COMPARING_TESTS = (
 
 
 def tests_of(operators: Operators, tests: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return tests for templates, by name: Jinja's own, ``tests``; those that traverse a value pay."""
+    """Return Jinja's own ``tests`` for templates, by name. Tests that traverse a value pay for it."""
 
     def paying(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda *values: test(*map(pay, values))

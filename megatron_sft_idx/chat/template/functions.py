@@ -85,11 +85,11 @@ def globals_of(operators: Operators, template_date: str | None) -> dict[str, Any
     def strftime_now(style: str) -> str:
         if day is None:
             raise FormatError(
-                "the chat template asks for today's date, so its text would change from day to day; "
-                "give the date it should see with --template-date YYYY-MM-DD"
+                "the chat template uses today's date, so its text would change every day; set a fixed date with"
+                " --template-date YYYY-MM-DD"
             )
         if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # the C library of some machines pads a field to this width
-            raise Overspent("it asks for a date with a width; write %Y, %m or %d without one")
+            raise Overspent("it uses a date format with a width; write %Y, %m or %d without a width")
         operators.allowance.spend(256 * len(style))
         return day.strftime(style)
 
@@ -99,7 +99,7 @@ def globals_of(operators: Operators, template_date: str | None) -> dict[str, Any
 
     return {
         "dict": TemplateDict(operators),
-        "lipsum": refused("lipsum()", "it would make other text from the same row"),
+        "lipsum": refused("lipsum()", "it would give different text for the same row"),
         "namespace": TemplateNamespace,
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,

@@ -126,8 +126,8 @@ def call_method(operators: Operators, value: Any, name: str, args: Arguments, kw
     if bound is None:
         kind_name = value.__name__ if isinstance(value, type) else type(value).__name__
         raise Overspent(
-            f"chat templates cannot call {kind_name}.{name}; write the template without it, or put what it makes into"
-            " the rows"
+            f"chat templates cannot call {kind_name}.{name}; change the template, or compute the value beforehand and"
+            " store it in the rows"
         )
     if isinstance(value, str):
         if name == "join" and len(args) == 1:

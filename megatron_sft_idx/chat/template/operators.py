@@ -47,7 +47,7 @@ class Operators:
     def iterated(self, iterable: Any, weight: int) -> Any:
         """Return the iterable for a ``for`` loop with a cost of ``weight`` units per iteration.
 
-        Short loops are paid here; long ones and those of unknown length pay in each iteration.
+        Short loops are paid here; long loops and loops of unknown length pay in each iteration.
         """
         if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _PAID_AT_ONCE:
             self.allowance.spend(units)
@@ -76,7 +76,9 @@ class Operators:
     def subtract(self, left: Any, right: Any) -> Any:
         """``left - right``."""
         if isinstance(left, (_KEYS, _ITEMS)) or isinstance(right, (_KEYS, _ITEMS)):
-            raise NotText("the template makes a set, whose order differs from run to run; make a list with a loop")
+            raise NotText(
+                "the template creates a set, which has a different order in each run; build a list with a loop instead"
+            )
         return self.allowance.made(left - right)
 
     def compared(self, value: Any) -> Any:
@@ -109,9 +111,7 @@ class Operators:
         if isinstance(value, tuple):
             self.allowance.weigh(value)
             if any(isinstance(item, tuple) for item in value):
-                raise Overspent(
-                    "it makes a key of tuples within tuples, which may take long to compare; use text as the key"
-                )
+                raise Overspent("it uses nested tuples as a key, which can be slow to compare; use text as the key")
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, int) and abs(item) >= _SAME_HASHES:
                 self.allowance.spend(_LARGE_KEY)
@@ -132,7 +132,7 @@ class Operators:
                 spend(left.bit_length() + right.bit_length() >> 3)
         elif operator == "**":
             if not all(type(side) in (int, float) and abs(side) <= _MAX_POWER for side in (left, right)):
-                raise Overspent(f"it computes ** of something else than numbers up to {_MAX_POWER:,}")
+                raise Overspent(f"it computes ** of something other than numbers up to {_MAX_POWER:,}")
             if numbers:
                 spend(left.bit_length() * max(0, right) >> 1)  # a power takes longer than its bytes
         elif numbers:

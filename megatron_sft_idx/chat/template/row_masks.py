@@ -81,8 +81,8 @@ class MaskFinder:
                 raise _worded(found, messages)
             return found
         raise unplaced(
-            f"the chat template {self._rules.name} treats what this row says in a way that cannot be followed; put"
-            " {% generation %} markers around what the assistant says, or train on all tokens",
+            f"the text of this row cannot be traced through the chat template {self._rules.name}; put {{% generation"
+            " %} markers around the assistant's text, or train on all tokens",
         )
 
 

@@ -1,12 +1,10 @@
 """Find the start and end of an assistant's turn in a rendered conversation, from the text that a server would feed.
 
 The model must learn to write exactly the text that it is not fed. Only the generation prompt defines that. For turn k,
-a
-server feeds the rendering of ``messages[:k]`` with that prompt; after the turn, the conversation is ``messages[:k +
-1]``
-without it. So a turn starts at the end of the first rendering, and stops after the end of turn that ends the second.
-Both renderings are made from the row itself, because prompts differ after a tool result, in a first turn, and with
-other template variables.
+a server feeds the rendering of ``messages[:k]`` with that prompt; after the turn, the conversation is
+``messages[:k + 1]`` without it. So a turn starts at the end of the first rendering, and stops after the end of turn
+that ends the second. Both renderings are made from the row itself, because prompts differ after a tool result, in a
+first turn, and with other template variables.
 
 In this module a *turn* is an assistant message. The text that the model writes for it is *its own*: words, tags and end
 of turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered

@@ -2,8 +2,8 @@
 
 ``Judge`` renders the stand-in of a row (``stand_in``) once for all rows of the same structure. An answer's edges are
 found in a *context*: the same answer among the few messages around it (``Contexts``), so that the work is linear in the
-number of answers, not quadratic. A context must be shown to be equal to the whole: each edge must lie in the same text
-between the same neighbours, once in each of the two. A result in a context depends only on that context, so no row
+number of answers, not quadratic. A context must be shown to be equal to the whole: each edge must occur exactly once in
+both, in the same text and between the same neighbours. A result in a context depends only on that context, so no row
 affects the result of another one.
 
 At the end there is one independent check: all words of a message are in its generated text, and no words of another
@@ -183,9 +183,8 @@ class Judge:
             if generated is not None and trained is not None:
                 return said._replace(generated=generated, trained=generated if trained == generated else trained)
         raise refused or unplaced(
-            f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
-            f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on"
-            " all tokens"
+            f"it cannot be determined which text of the chat template {self._rules.name} comes from assistant message"
+            f" {numbered(message)}; put {{% generation %}} markers around the assistant's text, or train on all tokens"
         )
 
     def _in_context(
@@ -257,15 +256,14 @@ class Judge:
                 "values of the arguments of the calls" if kind == "call" else f"the words {said_token(message, kind)}"
             )
             raise unusable(
-                f"the chat template {self._rules.name} leaves out {what} of assistant message {numbered(message)};"
-                " use a template that keeps them, or give the message weight 0"
+                f"the chat template {self._rules.name} drops {what} of assistant message {numbered(message)}; use a"
+                " template that keeps them, or set the weight of the message to 0"
             )
 
     def _mixed(self, what: str, message: int) -> SequenceError:
         return unplaced(
             f"the chat template {self._rules.name} writes {what} what it writes for assistant message"
-            f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all"
-            " tokens"
+            f" {numbered(message)}: put {{% generation %}} markers around the assistant's text, or train on all tokens"
         )
 
 

@@ -1,11 +1,10 @@
 """Stand-in conversations: a row's messages with every string replaced by a word that nothing else spells.
 
 The data of a row may quote the template's own headers and ends of turn, repeat itself, or contain words that the
-template writes. Then the text of the rendering alone does not show which part is data. A stand-in conversation has the
-same messages with the same fields, but each string is a *placeholder*. Its rendering is unambiguous: a placeholder
-marks where the template writes that string, and everything else is the template's own text. So the stand-in is judged
-instead of the row, and the result is carried over to the row's own text if the two renderings are shown to agree
-(``align``).
+template writes. Then the rendered text does not show which part is data. A stand-in conversation has the same messages
+with the same fields, but each string is a *placeholder*. Its rendering is unambiguous: a placeholder marks where the
+template writes that string, and everything else is the template's own text. So the stand-in is judged instead of the
+row, and the result is carried over to the row's own text if the two renderings are shown to agree (``align``).
 
 A placeholder is *owned* if it represents one string of one message: a content, a reasoning, a leaf of the arguments of
 a call. Names of functions and ids are *shared*: equal strings have equal placeholders everywhere, because templates use
@@ -177,7 +176,7 @@ def as_it_is(
 
 
 class Maker:
-    """Replaces the strings of one conversation. The arguments are those of ``make_stand_in``.
+    """Replaces the strings of one conversation. See ``make_stand_in`` for the arguments.
 
     ``align`` uses other replacements: it overrides ``placeholder`` and ``share``.
     """
@@ -358,7 +357,8 @@ class _Keeper(Maker):
 def reduced(message: dict[str, Any]) -> dict[str, Any]:
     """Return a stand-in message with its calls reduced to the parts at their ends.
 
-    Of several calls two remain, and of the arguments of each the first and the last leaf with the text around them.
+    If there are more than two calls, two remain. Each call keeps the first and the last leaf of its arguments, with the
+    text around them.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:

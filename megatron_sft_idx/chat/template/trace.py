@@ -335,12 +335,12 @@ class TracedTemplate:
         plain = self.plain(variables)
         sentinel = next((one for one in _SENTINELS if one not in plain), None)
         if sentinel is None:
-            raise Untraceable("the conversation holds every private character that tracing uses")
+            raise Untraceable("the conversation contains all private-use characters that tracing needs")
         tracker = self._tracker
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
         found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
-        # Of two marks at one position, the one in the template's flow came first, before the captured text.
+        # If two marks have the same position, the mark in the template's flow came first, before the captured text.
         events = [(position, 0, event) for position, event in self._events()]
         events += [(match.start(), 1, int(match[1])) for match in found]
         events.sort(key=lambda item: item[:2])
@@ -401,7 +401,7 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         elif event == _LEAVE and stack:
             stack.pop()
         elif event == _LEAVE or stack or depth:
-            raise Untraceable("the template cut marked text apart")
+            raise Untraceable("the template splits marked text")
     return Traced(text, segments, generated, frames, outer)
 
 

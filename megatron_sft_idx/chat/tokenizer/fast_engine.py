@@ -1,6 +1,6 @@
 """Token ids from gigatoken, several times as fast as tokenizers, if it is known to give the same ids.
 
-Speed never justifies a different id, and a young library does not decide ids alone. Texts with characters that the two
+Speed never justifies a different id, so the ids of a young library are checked. Texts with characters that the two
 libraries may treat differently are left to tokenizers. To detect unexpected differences, a job also computes the ids of
 some texts with tokenizers.
 """
@@ -72,7 +72,7 @@ def is_sampled(text: str) -> bool:
 class FastEngine:
     """gigatoken for suitable texts, tokenizers for the rest.
 
-    A young library does not decide ids alone: one text in ``COMPARED_ONE_IN``, and inside ``comparing_all_texts`` every
+    The ids of a young library are checked: one text in ``COMPARED_ONE_IN``, and inside ``comparing_all_texts`` every
     text, is tokenised by both libraries. The selection depends only on the text, so every process of a job compares the
     same texts, whatever it tokenised before.
 
@@ -133,9 +133,9 @@ def _difference(text: str, found: NDArray[np.uint32], expected: NDArray[np.uint3
     different = np.flatnonzero(found[:shorter] != expected[:shorter])
     at = int(different[0]) if different.size else shorter
     return (
-        f"the tokenizers library and gigatoken give different ids for the text that begins {text[:60]!r}: token {at} is"
-        f" {expected[at : at + 1].tolist()} by tokenizers and {found[at : at + 1].tolist()} by gigatoken; nothing was"
-        " written with wrong ids. Go on without gigatoken: --tokenizer-backend tokenizers"
+        f"the tokenizers library and gigatoken give different ids for the text that begins {text[:60]!r}: token {at}"
+        f" is {expected[at : at + 1].tolist()} with tokenizers and {found[at : at + 1].tolist()} with gigatoken; no"
+        " wrong ids were written. Continue without gigatoken: --tokenizer-backend tokenizers"
     )
 
 

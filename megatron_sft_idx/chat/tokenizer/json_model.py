@@ -115,7 +115,9 @@ class JsonModel:
             tokenizer = self._variant("middle" if middle else "later" if start else "whole", plain=True)
             encoding = tokenizer.encode(text, add_special_tokens=False)
             if not self._added_ids.isdisjoint(encoding.ids):
-                raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+                raise ValueError(
+                    "control tokens in the data cannot be kept as text: this tokenizer always recognizes them"
+                )
             return encoding.ids, encoding.offsets
 
         without = passage._replace(literals=())

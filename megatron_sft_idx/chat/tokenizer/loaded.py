@@ -45,22 +45,27 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
-        raise FormatError(f"tokenizer: a {kind} without a backend_tokenizer, by which it is compared; pass its folder")
+        raise FormatError(
+            f"tokenizer: this {kind} has no backend_tokenizer, which is needed to compare it with its files; pass"
+            " its folder instead"
+        )
     name = str(tokenizer.name_or_path)
     folder = name if os.path.isdir(name) else _cached(name)
     if folder is None:
         raise FormatError(
-            f"tokenizer: a {type(tokenizer).__name__} from {name!r}, which is no folder on this machine; {_REMEDY}"
+            f"tokenizer: this {type(tokenizer).__name__} was loaded from {name!r}, which is not a local folder;"
+            f" {_REMEDY}"
         )
     if getattr(tokenizer, "split_special_tokens", False) or tokenizer.backend_tokenizer.encode_special_tokens:
         raise FormatError(
-            "tokenizer: splits special tokens, which preprocess never does; set its split_special_tokens and its"
-            " backend_tokenizer.encode_special_tokens to False"
+            "tokenizer: it splits special tokens, which preprocess does not support; set its split_special_tokens and"
+            " its backend_tokenizer.encode_special_tokens to False"
         )
     if foreign := [name for name in _OF_IDS if _is_foreign(tokenizer, name)]:
         raise FormatError(
-            f"tokenizer: its {' and '.join(foreign)} is not that of transformers, and preprocess calls no method of a"
-            f" tokenizer; pass {folder} to have its ids, a Jinja template as chat_template=FILE, or rows of input_ids"
+            f"tokenizer: it overrides {' and '.join(foreign)} of transformers, but preprocess never calls methods of a"
+            f" tokenizer; pass {folder} to use the ids of its files, a Jinja template with chat_template=FILE, or rows"
+            " with input_ids"
         )
     try:
         again = type(tokenizer).from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
@@ -68,12 +73,12 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
     except Exception as error:  # any error of the class: it cannot be compared
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise FormatError(
-            f"tokenizer: a {type(tokenizer).__name__} that cannot be compared with {folder} ({reason}); {_REMEDY}"
+            f"tokenizer: this {type(tokenizer).__name__} cannot be compared with {folder} ({reason}); {_REMEDY}"
         ) from None
     if changed := [part for part in now if now[part] != then[part]]:
         raise FormatError(
-            f"tokenizer: differs from {folder} in its {' and '.join(changed)}, so it was changed after it was loaded,"
-            f" or loaded with other options; {_REMEDY}"
+            f"tokenizer: differs from {folder} in its {' and '.join(changed)}, so it was changed after loading, or"
+            f" loaded with other options; {_REMEDY}"
         )
     return folder
 

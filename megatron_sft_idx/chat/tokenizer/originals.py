@@ -78,7 +78,7 @@ class SentencePieceModel:
         settings = files.settings
         name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
         if "auto_map" in settings or (name and name not in SPACE_BEFORE_EVERY_STRETCH):
-            why = "what it makes of the pieces is written in code, which is not run here"
+            why = "its code, which is not run here, defines how pieces become ids"
             refuse(files.file, f"tokenizer_class {name or None}: {why}", code="auto_map" in settings)
         try:
             self._spacing = whole = library.SentencePieceProcessor(model_proto=files.content)
@@ -130,12 +130,15 @@ class SentencePieceModel:
             found = (self._spacing if spaced else self._spaceless).encode_as_offset_mapping(text)
             # The model itself finds user-defined pieces in any text, so control tokens among them cannot be prevented.
             if passage.literals and not self._forbidden_in_data.isdisjoint(found["ids"]):
-                raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+                raise ValueError(
+                    "control tokens in the data cannot be kept as text: this tokenizer always recognizes them"
+                )
             return found["ids"], found["offsets"]
 
         ids, edges = self._control.encode(passage, encode_text)
         # If several pieces spell one character, the library assigns it only to the last one; here all of them have it.
-        # The space that the model put before a text has no character of the text, and gets those of the next piece.
+        # The space that the model put before a text has no character of the text; it gets the characters of the next
+        # piece.
         for i in range(len(ids) - 2, -1, -1):
             begin, end = edges[i]
             if begin == end == edges[i + 1][0]:
@@ -226,7 +229,9 @@ class RankModel:
             raise ValueError(f"tiktoken cannot tokenize {text!r:.40}, of {len(text)} characters: {error}") from error
         ids = ranks + np.uint32(self._id_of_rank_0)
         if self.spellings.nbytes[ids].sum() != len(text.encode()):
-            raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
+            raise ValueError(
+                f"tiktoken drops a part of {text!r:.80}, because the tokenizer's pattern does not match it"
+            )
         return ids.tolist(), ()
 
 
@@ -249,26 +254,28 @@ def _library(name: str, file: Path) -> Any:
         return import_module(name)
     except ImportError as error:
         raise FormatError(
-            f"{file}: read by {name}, which is not installed: pip install 'megatron-sft-idx[tokenizers]'"
+            f"{file}: reading it needs {name}, which is not installed: pip install 'megatron-sft-idx[tokenizers]'"
         ) from error
 
 
 def _added(
     files: TokenizerFiles, own: Sequence[AddedToken], pieces: Mapping[str, int], next_index: int
 ) -> list[AddedToken]:
-    """Return the control tokens of the vocabulary, and those that other files add or name; in order of ids."""
+    """Return the control tokens of the vocabulary and of the other files, in order of ids."""
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
     for number, text, flags in files.additions:
         for flag in ("lstrip", "rstrip", "single_word"):
             if flags.get(flag):
-                refuse(files.file, f"{text!r} has {flag} set, which is done for a tokenizer.json only")
+                refuse(files.file, f"{text!r} has {flag} set, which is only supported in a tokenizer.json")
         index = tokens[text].number if text in tokens else pieces.get(text, number)
         index = next_index if index < 0 else index
         found = names.get(index, text)
         if number not in (-1, index) or found != text:
             where = f"{files.path}: {text!r} has the id {number}"
-            raise FormatError(f"{where}, but in {files.file.name} {index} is {found!r}; are they of one tokenizer?")
+            raise FormatError(
+                f"{where}, but in {files.file.name}, {index} is {found!r}; do the files belong to the same tokenizer?"
+            )
         names[index] = text
         tokens[text] = AddedToken(index, text, flags)
         next_index = max(next_index, index + 1)
@@ -288,7 +295,7 @@ def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
     try:
         if len(pairs) != len(lines):
             at = next(at for at, text in enumerate(lines) if not re.fullmatch(line, text))
-            raise ValueError(f"line {at + 1} is no token with its rank: {lines[at]!r:.60}")
+            raise ValueError(f"line {at + 1} is not a token with its rank: {lines[at]!r:.60}")
         ranks = {a2b_base64(token): int(rank) for token, rank in pairs}
     except ValueError as error:
         raise FormatError(f"{files.file}: {error}; download it again") from error
@@ -298,9 +305,9 @@ def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
 def _checked_ranks(files: TokenizerFiles, ranks: dict[bytes, int], count: int) -> dict[bytes, int]:
     missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
     if missing is not None:
-        raise FormatError(f"{files.file}: no token is the byte {missing:#04x} alone; is the file cut short?")
+        raise FormatError(f"{files.file}: no token for the single byte {missing:#04x}; is the file truncated?")
     if not count == len(ranks) == len(set(ranks.values())):
-        raise FormatError(f"{files.file}: a token is there twice, or a rank; download it again")
+        raise FormatError(f"{files.file}: a token or a rank occurs twice; download it again")
     return ranks
 
 
@@ -329,9 +336,9 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
             return "|".join(KIMI_SPLIT), KIMI_RESERVED
     where = f"{module}.py" if code else "the code of its tokenizer"
     raise FormatError(
-        f"{files.file}: ranks of tiktoken's, tokenizer_class {name}: how text is split is written in {where}, which is"
-        ' not run here; give its pattern as "pat_str" and its control tokens as "added_tokens_decoder" in'
-        " tokenizer_config.json, beside the file, and the folder as the tokenizer"
+        f"{files.file}: a tiktoken file, tokenizer_class {name}: the pattern that splits text is in {where}, which is"
+        ' not run here; put the pattern as "pat_str" and the control tokens as "added_tokens_decoder" into a'
+        " tokenizer_config.json next to the file, and pass the folder as the tokenizer"
     )
 
 
@@ -364,8 +371,9 @@ def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, lis
         is_whole = False
     if not is_whole:
         raise FormatError(
-            f"{files.file}: expected config with pattern, default_vocab_size and default_num_special_tokens, and in"
-            " vocab and special_tokens every rank from 0 on once; download it again, or convert it if it is newer"
+            f"{files.file}: expected a config with pattern, default_vocab_size and default_num_special_tokens, and"
+            " each rank from 0 exactly once in vocab and special_tokens; download it again, or convert it if it is"
+            " newer"
         )
     own = [AddedToken(rank, texts.get(rank, f"<SPECIAL_{rank}>"), {"special": True}) for rank in range(count)]
     return _checked_ranks(files, ranks, len(ranks)), pattern, count, own

@@ -153,8 +153,8 @@ class Tokenizer:
         if outside.size:
             at = int(outside[0])
             raise ValueError(
-                f"input_ids[{at}] is {ids[at]}, outside the tokenizer's vocabulary of {self.vocab_size}; "
-                "was the row made with another tokenizer?"
+                f"input_ids[{at}] is {ids[at]}, outside the tokenizer's vocabulary of {self.vocab_size}; was the row"
+                " tokenized with another tokenizer?"
             )
         return Encoded(ids.astype(np.int32), row.loss_mask.astype(np.float32))
 
@@ -213,5 +213,5 @@ def _utf8(index: int, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         found = ascii(text[error.start])
-        reason = f"character {error.start} is {found}, half of a surrogate pair, which no text can hold"
+        reason = f"character {error.start} is {found}, half of a surrogate pair, which is not valid in text"
         raise SequenceError("rendered", index, reason) from error

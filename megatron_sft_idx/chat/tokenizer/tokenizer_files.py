@@ -97,21 +97,21 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
             f"first: hf download {path} --include '*token*' 'chat_template*' --local-dir DIR, then give DIR;"
             " preprocess --download does it"
         )
-    raise FormatError(f"{path}: no such file or folder; expected a tokenizer.json or the folder that holds one")
+    raise FormatError(f"{path}: no such file or folder; expected a tokenizer.json or a folder with one")
 
 
 def _read_folder(folder: Path) -> TokenizerFiles:
     files = (file for pattern in _VOCABULARIES for file in sorted(folder.glob(pattern)) if file.is_file())
     if (file := next(files, None)) is None:
-        raise FormatError(f"{folder}: holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks")
+        raise FormatError(f"{folder}: contains no tokenizer.json, tekken.json, SentencePiece model or tiktoken file")
     vocabulary = _read_vocabulary(folder, file)
     spec = vocabulary.spec
     config = _read_object(folder / "tokenizer_config.json")
     settings, listed = _merged_settings(folder, config, spec)
     if settings.get("split_special_tokens"):
         raise FormatError(
-            f"{folder / 'tokenizer_config.json'}: split_special_tokens is {settings['split_special_tokens']}, by which"
-            " the special tokens of a chat would become pieces of text; set it to false"
+            f"{folder / 'tokenizer_config.json'}: split_special_tokens is {settings['split_special_tokens']}, which"
+            " would split the special tokens of a chat like ordinary text; set it to false"
         )
     special = _special_tokens(folder, settings)
     extra = settings.get("extra_special_tokens") or []
@@ -154,7 +154,7 @@ def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise FormatError(f"{file}: not JSON ({error}); download or save the tokenizer again") from error
     if not isinstance(value, dict):
-        raise FormatError(f"{file}: a JSON object expected, found {type(value).__name__}")
+        raise FormatError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -169,22 +169,20 @@ def _read_vocabulary(path: Path, file: Path) -> TokenizerFiles:
         # A SentencePiece model begins with its first piece, in protocol buffers' encoding.
         if content[:1] == b"\n":
             return TokenizerFiles(path, file, "sentencepiece", content=content)
-        raise FormatError(
-            f"{file}: neither JSON, nor ranks of tiktoken's, nor a SentencePiece model; download it again"
-        )
+        raise FormatError(f"{file}: not JSON, a tiktoken file or a SentencePiece model; download it again")
     spec = _parse_object(file, content)
     if isinstance(spec.get("vocab"), list) and isinstance(spec.get("config"), dict):
         return TokenizerFiles(path, file, "tekken", spec)
     model = spec.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise FormatError(
-            f"{file}: not a tokenizer: no model with a vocab in it (keys: {', '.join(spec) or 'none'}); "
-            "expected the tokenizer.json that the tokenizers library writes"
+            f"{file}: not a tokenizer: it has no model with a vocab (keys: {', '.join(spec) or 'none'}); expected the"
+            " tokenizer.json that the tokenizers library writes"
         )
     if not model["vocab"]:
         raise FormatError(f"{file}: the vocabulary is empty")
     if dropout := model.get("dropout"):
-        raise FormatError(f"{file}: model.dropout is {dropout}, so that every encoding is random; set it to null")
+        raise FormatError(f"{file}: model.dropout is {dropout}, which makes every encoding random; set it to null")
     spec["added_tokens"] = added = spec.get("added_tokens") or []
     if not isinstance(added, list) or not all(
         isinstance(token, dict) and isinstance(token.get("id"), int) and isinstance(token.get("content"), str)
@@ -227,7 +225,7 @@ def _merged_settings(
         file = folder / "added_tokens.json"
         for text, index in _read_object(file).items():
             if not isinstance(index, int):
-                raise FormatError(f"{file}: {text!r} must have a whole number, not {index!r}")
+                raise FormatError(f"{file}: the id of {text!r} must be a whole number, not {index!r}")
             decoder[index] = AddedToken(index, text, {"special": text in names, "normalized": text not in names})
         for token in spec.get("added_tokens", []):
             decoder[token["id"]] = _added_token(folder / "tokenizer.json", "added_tokens", token, token["id"])
@@ -263,7 +261,7 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         try:
             found[name] = _read_bytes(file).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise FormatError(f"{file}: not UTF-8 at byte {error.start}; a template is UTF-8 text") from error
+            raise FormatError(f"{file}: not UTF-8 at byte {error.start}; save the template as UTF-8") from error
     if found:
         return found
     file, value = folder / "tokenizer_config.json", config.get("chat_template")
@@ -272,7 +270,7 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         if not file.exists():
             return {}
         if (value := _read_object(file).get("chat_template")) is None:
-            raise FormatError(f"{file}: has no chat_template in it")
+            raise FormatError(f"{file}: has no chat_template")
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}
     elif isinstance(value, str):

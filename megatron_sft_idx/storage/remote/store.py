@@ -229,7 +229,10 @@ class RemoteStore:
             self.transport.put(key, chunks, nbytes, checksum, self.policy.total_seconds)
 
     def create(self, key: str, data: bytes, checksum: str) -> bool:
-        """Write an object unless it exists. Return whether it was written. Of two concurrent calls, one succeeds."""
+        """Write an object unless it exists.
+
+        Return whether it was written. If two calls run at once, only one succeeds.
+        """
         with self._errors_of(key, writing=True):
             try:
                 self.policy.retry(lambda: self.transport.create(key, data, checksum))
