@@ -174,7 +174,7 @@ class CorpusReader(SequenceReader):
     def place_of(self, sequence: int) -> str:
         """Return the input line from which a sequence was made, if the shard has it; else pack and sequence."""
         if (names := source_names(self._source.columns)) is not None:
-            return origin_name(names, self._source.columns[SOURCE].values[sequence].tolist())
+            return origin_name(names, self._source.columns[SOURCE].values[sequence : sequence + 1][0].tolist())
         offsets = self._source.files.sequence_offsets
         pack = int(np.searchsorted(offsets[:], sequence, "right")) - 1
         return f"{self._prefix}: pack {pack}, sequence {sequence - int(offsets[pack : pack + 1][0])}"

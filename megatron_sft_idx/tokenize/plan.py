@@ -445,7 +445,7 @@ def find_overlong(
     place_of: PlaceOf,
     chosen: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.bool_], list[tuple[str, int]]]:
-    """Return which sequences do not fit in a pack, alone or with their pair, and the longest of them.
+    """Return which sequences do not fit in a pack, by themselves or with their pair, and the longest of them.
 
     See ``plan_packs`` for arguments and errors, and ``Packing.overlong`` for the second value.
     """
