@@ -38,6 +38,13 @@ def shortened(text: str, max_characters: int) -> str:
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
+def counted(count: int, unit: str, plural: str | None = None) -> str:
+    """Return a number with its unit: ``1 pack``, ``2,000 packs``, ``2 copies``."""
+    if count == 1:
+        return f"1 {unit}"
+    return f"{count:,} {plural or (unit[:-1] + 'ies' if unit.endswith('y') else unit + 's')}"
+
+
 class Shown:
     """An object whose ``repr`` is one short line: ``<Name WHAT>``. ``_shown`` returns WHAT.
 

@@ -110,6 +110,7 @@ class Case:
         assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in MADE)
         counts = self.counts_of(prefix)
         if counts["corpus"]["reused"]:
-            # The corpus was finished before; its header has only the number of bad rows.
-            counts["corpus"] |= {"reused": False, "bad_rows": self.counts["corpus"]["bad_rows"]}
+            # The corpus was finished; its header has numbers only, and names no row.
+            rows = {name: self.counts["corpus"][name] for name in ("bad_rows", "first_rows")}
+            counts["corpus"] |= {"reused": False, **rows}
         assert counts == self.counts

@@ -34,9 +34,9 @@ from megatron_sft_idx.cli.parsers import HelpFormatter, Parser
 from megatron_sft_idx.cli.signals import ending_on_signals
 from megatron_sft_idx.cli.streams import message_of, standard_streams
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.inspect.text import counted, shown_nbytes
+from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.lines import log_line, print_layout, print_lines
+from megatron_sft_idx.lines import counted, log_line, print_layout, print_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Advance, Progress
 

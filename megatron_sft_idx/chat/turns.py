@@ -43,6 +43,8 @@ _SPEAKER: Final = re.compile(
     r"\s*(?:\{\s*[\"'](?:role|from|content|value)|(?:system|user|human|assistant|gpt)\s*:)", re.I
 )
 _PAIR_SYSTEM: Final = "system"
+# Roles of messages that may precede the first turn.
+_BEFORE_TURNS: Final = ("system", "developer")
 # XTuner's flag for an answer.
 _OUTPUT_FLAG: Final = "output_with_loss"
 
@@ -401,6 +403,17 @@ def turns_of_pairs(pairs: Iterable[Sequence[str]]) -> list[Message]:
     """Return messages that alternate between user and assistant."""
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+def order_notes(messages: Sequence[Message]) -> list[str]:
+    """Return names of notes about the order of the roles: an assistant at the beginning, a user at the end."""
+    roles = [message["role"] for message in messages if message["role"] not in _BEFORE_TURNS]
+    notes = []
+    if roles and roles[0] == "assistant":
+        notes.append("begins_with_assistant")
+    if roles and roles[-1] == "user":
+        notes.append("ends_with_user")
+    return notes
 
 
 def says_something(message: Message) -> bool:

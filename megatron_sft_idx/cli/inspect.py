@@ -31,15 +31,15 @@ from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
     Decode,
-    counted,
     find_text,
     ids_as_text,
     mark_pack,
     trained_tokens,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.lines import on_one_line, print_layout, print_lines, shortened
+from megatron_sft_idx.lines import counted, on_one_line, print_layout, print_lines, shortened
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
+from megatron_sft_idx.packs.source_names import SOURCE
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.outputs import check_output, write_file

@@ -99,7 +99,10 @@ examples:
   pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --output-prefix data/train-32k
 
-  the same for context parallel size 4:
+  pack a packed shard again; do the same for data/train.valid, if --valid-fraction made it:
+    megatron-sft-idx pack data/train --seq-length 32768 --output-prefix data/train-32k
+
+  pack for context parallel size 4:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
 
   pack only the sequences of one input file:
@@ -316,7 +319,7 @@ def add_parser(verbs: Verbs) -> None:
             sequence; a row without the field, or with a value that does not fit into DTYPE, is a bad row (default
             DTYPE: float64); may be repeated
         --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences including overlong ones, at
-            PREFIX.unpacked; not with options that select rows
+            PREFIX.unpacked; cannot be combined with options that select rows, because it has all of them
         --source  write the column source, which stores the input file and row of every sequence (default: %(default)s)
         --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
             become float32 if they contain values other than 0 and 1 (default: 1)
@@ -329,7 +332,7 @@ def add_parser(verbs: Verbs) -> None:
         group,
         """
         --dry-run  tokenise the first rows of every file, show the result and every error that would stop a run, and
-            write nothing; works without --output-prefix
+            write nothing; works without --output-prefix; the exit code is 1 if a run would stop
         --full  with --dry-run: tokenise all rows, and show every bad row, all lengths, and the resulting packs
         """,
     )
@@ -367,7 +370,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.output_prefix is None and not arguments.dry_run:
         parser.error("the following arguments are required: --output-prefix (only --dry-run works without it)")
     values, rows = preprocess_arguments(arguments) | {"output_prefix": arguments.output_prefix or ""}, arguments.input
@@ -380,19 +383,20 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--full needs --dry-run, because a run without it reads all rows anyway")
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
-        return
+        return 0
     prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
     # Rows from a pipe are not stored next to the output, whose folder may not exist.
     with inputs_of(
         rows, os.path.join(tempfile.gettempdir(), "dry-run"), media=options.encoding.processor is not None
     ) as (inputs, as_given):
-        lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
-    print_lines(map(as_given, lines))
-    if first is not None:
+        found = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
+    print_lines(map(as_given, found.lines))
+    if (first := found.first) is not None:
         print_layout("the first sequence, with trained tokens marked:\n")
         bounds = [0, len(first.ids)]
-        print_layout(mark_pack(first.ids, first.loss_mask, bounds, decode, media=first.media, color=in_color()))
+        print_layout(mark_pack(first.ids, first.loss_mask, bounds, found.decode, media=first.media, color=in_color()))
     print_layout("\nnothing was written")
+    return 1 if found.would_stop else 0
 
 
 def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

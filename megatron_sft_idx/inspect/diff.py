@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.inspect.summary import column_kind, locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
-from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.media_layout import Items
-from megatron_sft_idx.lines import shortened
+from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.packs.run import Window, read_window, windows
 from megatron_sft_idx.packs.run_media import Blobs, RunMedia
 from megatron_sft_idx.shard import Shard

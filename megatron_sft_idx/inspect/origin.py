@@ -19,31 +19,16 @@ from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.packs.run import Window, windows
-from megatron_sft_idx.packs.source_names import find_name, listed_names
+from megatron_sft_idx.packs.source_names import SOURCE, find_name, origin_name, source_names
 from megatron_sft_idx.shard import Shard
 
-SOURCE = "source"
 # The lowest 16 bits of a hash have the number of the file; files from this number on are counted together.
 _MAX_FILES = (1 << 16) - 1
 
 
-def source_names(shard: Shard) -> list[str] | None:
-    """Return the display names of the input files by number; None without a column ``source``."""
-    column = shard.columns.get(SOURCE)
-    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2):
-        return None
-    return listed_names(column.spec)
-
-
-def origin_name(names: Sequence[str], origin: Sequence[int]) -> str:
-    """Return ``chats.jsonl:1`` for file 0 and row 0."""
-    file, row = origin
-    return f"{names[file] if file < len(names) else f'file {file}'}:{row + 1}"
-
-
 def sources_of(shard: Shard, pack: int) -> list[str]:
     """Return the origins of a pack's sequences, such as ``chats.jsonl:1``; [] without a column ``source``."""
-    if (names := source_names(shard)) is None:
+    if (names := source_names(shard.columns)) is None:
         return []
     first, last = shard.files.sequence_offsets[pack : pack + 2].tolist()
     return [origin_name(names, origin) for origin in shard.columns[SOURCE].values[first:last].tolist()]
@@ -66,7 +51,7 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
     Raises:
         FormatError: no file matches, or several do, or no line follows it.
     """
-    names = source_names(shard)
+    names = source_names(shard.columns)
     if names is None and SOURCE not in shard.columns:
         raise FormatError(
             f"{shard.prefix}: {no_column(SOURCE, shard.columns)}; preprocess writes it, but not with --no-source"

@@ -34,7 +34,6 @@ from megatron_sft_idx.inspect.text import (
     Decode,
     Folded,
     MarkedSpan,
-    counted,
     folded_in,
     ids_as_text,
     marked_spans,
@@ -42,7 +41,7 @@ from megatron_sft_idx.inspect.text import (
     token_texts,
     trained_tokens,
 )
-from megatron_sft_idx.lines import shortened
+from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.local import is_remote
 from megatron_sft_idx.storage.publish import Kind, head_of

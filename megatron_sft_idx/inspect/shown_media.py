@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.media_files import MediaLimits, open_image, stored_size
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.inspect.text import counted, shown_nbytes
+from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout.media_layout import KINDS, Kind
+from megatron_sft_idx.lines import counted
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.media_reader import ShardMedia
 

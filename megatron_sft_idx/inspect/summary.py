@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, origin_name, source_names
+from megatron_sft_idx.inspect.origin import SourceCounts, cut_length
 from megatron_sft_idx.inspect.shown_media import count_media
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
-from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, listed_columns
-from megatron_sft_idx.lines import shortened
+from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.packs.run import Window, windows
+from megatron_sft_idx.packs.source_names import SOURCE, origin_name, source_names
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update
 
@@ -116,7 +116,7 @@ class Survey:
         self._counts: Counter[str] = Counter()  # by kind in ``_FLAGS``
         self._largest = {kind: LargestValues(_MAX_REMARKS) for kind in (*_FLAGS, "Longest sequences", *_LARGEST)}
         self._repeats = HashSample()
-        self.names = source_names(shard)
+        self.names = source_names(shard.columns)
         self.sources = None if self.names is None else SourceCounts(self.names, shard.header)
 
     @property

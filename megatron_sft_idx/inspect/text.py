@@ -29,13 +29,6 @@ _TEXT = "margin: .2em 0 1.4em; line-height: 1.5; white-space: pre-wrap; overflow
 Decode = Callable[[list[int]], str]
 
 
-def counted(count: int, unit: str, plural: str | None = None) -> str:
-    """``1 pack``, ``2,000 packs``, ``2 copies``."""
-    if count == 1:
-        return f"1 {unit}"
-    return f"{count:,} {plural or (unit[:-1] + 'ies' if unit.endswith('y') else unit + 's')}"
-
-
 def shown_nbytes(nbytes: int) -> str:
     """Return a size in readable form: ``1023 B``, ``1.5 KiB``."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]

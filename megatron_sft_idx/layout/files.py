@@ -65,9 +65,10 @@ def check_column_name(name: str) -> str:
     """Return ``name`` if it is a valid column name. FormatError: it is not."""
     if _may_name_column(name):
         return name
+    if name in RESERVED_NAMES:
+        raise FormatError(f"column {name!r}: this name has another meaning in packs or batches; choose another name")
     raise FormatError(
-        f"column {name!r}: expected a name of at most 64 lower-case letters, digits and _, beginning with a letter,"
-        f" and none of {', '.join(sorted(RESERVED_NAMES))}"
+        f"column {name!r}: expected a name of at most 64 lower-case letters, digits and _, beginning with a letter"
     )
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError, nearest_names
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.lines import shortened
+from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.storage import is_remote
 
+SOURCE = "source"
 # Files from the Hugging Face hub are in its cache, under the name of their repository and under its revision.
 _HUB_FILE = re.compile(r".*/datasets--([^/]+)--([^/]+)/snapshots/[0-9a-f]{40}/(.+)", re.DOTALL)
 # Part of the name of the folder for data passed by a program or through a pipe; ``tempfile`` adds the end.
@@ -76,6 +78,20 @@ def _parts_of(path: str) -> list[str]:
     if of_hub := _HUB_FILE.fullmatch(text):
         text = "/".join(of_hub.groups())
     return [part for part in text.split("/") if part]
+
+
+def source_names(columns: Mapping[str, ShardColumn]) -> list[str] | None:
+    """Return the display names of the input files by number; None without a column ``source``."""
+    column = columns.get(SOURCE)
+    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2):
+        return None
+    return listed_names(column.spec)
+
+
+def origin_name(names: Sequence[str], origin: Sequence[int]) -> str:
+    """Return ``chats.jsonl:1`` for file 0 and row 0."""
+    file, row = origin
+    return f"{names[file] if file < len(names) else f'file {file}'}:{row + 1}"
 
 
 def listed_names(spec: ColumnSpec) -> list[str]:

@@ -102,14 +102,15 @@ class Progress:
         seconds = max(time.monotonic() - self._begin, 1e-9)
         units, items = self._units - self._earlier[0], self._num_items - self._earlier[1]
         rate = units / seconds
-        time_left = tqdm.format_interval((self._total - self._units) / rate) if rate else "?"
-        # If items are the units, one rate is enough.
-        beside = "" if units == items else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
         share = 100 * self._units / self._total if self._total else 100.0
-        log_line(
-            f"{self._what}: {self._num_items:,} {self._items}, {share:.1f}%, {items / seconds:,.0f} {self._items}/s,"
-            f"{beside} {time_left} left"
-        )
+        line = f"{self._what}: {self._num_items:,} {self._items}, {share:.1f}%"
+        if not units:  # all of it is work of an earlier job, so there is no rate yet
+            log_line(f"{line}, from an earlier run")
+            return
+        time_left = tqdm.format_interval((self._total - self._units) / rate)
+        # If items are the units, one rate is enough.
+        second = "" if units == items else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
+        log_line(f"{line}, {items / seconds:,.0f} {self._items}/s,{second} {time_left} left")
 
 
 def show_progress(log_interval: int) -> Watch:

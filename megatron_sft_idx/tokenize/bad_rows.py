@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.lines import counted
 from megatron_sft_idx.tokenize.report import CorpusReport
 
 _NUMBER = re.compile(r"(\d{1,15})(\.\d{1,15})?(%?)")
@@ -74,6 +75,6 @@ class BadRowLimit:
         raise TooManyBadRowsError(
             source,
             None,
-            f"{report.skipped:,} of {report.rows:,} rows cannot be used, more than --max-bad-rows {self.given}"
+            f"{report.skipped:,} of {counted(report.rows, 'row')} cannot be used, more than --max-bad-rows {self.given}"
             f" allows{': ' if named else ''}{'; '.join(named)}; correct the rows, or raise --max-bad-rows",
         )

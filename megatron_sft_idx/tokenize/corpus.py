@@ -18,6 +18,7 @@ from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.run_media import RunMedia
+from megatron_sft_idx.packs.source_names import SOURCE, origin_name, source_names
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
 from megatron_sft_idx.shard.publication import job_folder, places_of
@@ -109,7 +110,7 @@ def pack_shard(
     else:
         with job_folder(prefix, {"work": "pack"}, overwrite=overwrite) as own_job:
             made = make_packs(sequences, own_job, options, work="pack", **common)
-    return replace(PackReport.of(made.headers), lost_columns=reader.lost_columns, found=made.found)
+    return replace(PackReport.of(made.headers, made.overlong), lost_columns=reader.lost_columns, found=made.found)
 
 
 def check_packing(source: Shard, options: PackOptions) -> set[str]:
@@ -171,7 +172,9 @@ class CorpusReader(SequenceReader):
         super().weigh_by(column, sequences, lengths, per_token=per_token)
 
     def place_of(self, sequence: int) -> str:
-        """Return pack and sequence in the shard."""
+        """Return the input line from which a sequence was made, if the shard has it; else pack and sequence."""
+        if (names := source_names(self._source.columns)) is not None:
+            return origin_name(names, self._source.columns[SOURCE].values[sequence : sequence + 1][0].tolist())
         offsets = self._source.files.sequence_offsets
         pack = int(np.searchsorted(offsets[:], sequence, "right")) - 1
         return f"{self._prefix}: pack {pack}, sequence {sequence - int(offsets[pack : pack + 1][0])}"

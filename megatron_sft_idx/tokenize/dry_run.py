@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.lines import counted
 from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.packs.source_names import shortest_names
@@ -27,8 +29,8 @@ from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_piec
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder, items_of
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.plan import PackOptions, chosen_where, plan_packs
-from megatron_sft_idx.tokenize.report import CorpusReport
+from megatron_sft_idx.tokenize.plan import chosen_where, find_overlong, plan_packs
+from megatron_sft_idx.tokenize.report import CorpusReport, named_rows
 from megatron_sft_idx.tokenize.row_files import look_at_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
@@ -39,6 +41,22 @@ _MAX_SHOWN = 20
 
 # Stored like a column, under an impossible name: the smallest and largest nonzero mask value of each sequence.
 _EXTREMES = "extremes of the mask"
+
+
+class Preview(NamedTuple):
+    """The result of a dry run.
+
+    Attributes:
+        lines: a description in lines for people.
+        would_stop: whether the job would stop with an error.
+        first: the first sequence; None if there is none.
+        decode: the function that decodes its ids.
+    """
+
+    lines: list[str]
+    would_stop: bool
+    first: FirstSequence | None
+    decode: Callable[[Sequence[int]], str]
 
 
 class FirstSequence(NamedTuple):
@@ -75,18 +93,12 @@ class _Looked(NamedTuple):
     media: RunMedia | None
 
 
-def preview(
-    options: PreprocessOptions, *, full: bool = False
-) -> tuple[list[str], FirstSequence | None, Callable[[Sequence[int]], str]]:
+def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
     """Encode the first rows of every file, and report what would stop the job. Writes nothing.
 
     Args:
         options: options of the job.
         full: encode all rows, on this machine; this finds every bad row, and selects rows and plans packs like the job.
-
-    Returns:
-        A description of the result in lines for people; the first sequence, or None; and the function that decodes its
-        ids.
 
     Raises:
         SFTIndexError: an input or an option is unusable.
@@ -136,23 +148,38 @@ def preview(
     reports, lengths = [each.report for each in by_file], [_end_to_end(each.lengths) for each in by_file]
     which = "all rows" if full else "first rows"
     lines = [line for each in zip(files, reports, lengths, trained, strict=True) for line in _file_lines(which, *each)]
-    bad_rows = [error for report in reports for error in report.bad_rows]
-    lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
-    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
-    read = CorpusReport(rows, skipped, bad_rows)
+    read = _joined_report(by_file)
+    lines += [f"bad row         {error}" for error in read.bad_rows[:_MAX_SHOWN]]
+    lines += read.note_lines()
     lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
-    lines += _outlook(options, read, _Sequences.of(options, files, lengths, columns, media), full=full)
-    lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
-    return lines, first, encoder.tokenizer.decode
+    reasons: list[str] = []
+    lines += _outlook(options, read, _Sequences.of(options, files, lengths, columns, media), reasons, full=full)
+    reasons += _in_the_way(job)
+    lines += [f"would stop      {reason}" for reason in dict.fromkeys(reasons)]
+    return Preview(lines, bool(reasons), first, encoder.tokenizer.decode)
+
+
+def _joined_report(by_file: Sequence[PartsSoFar]) -> CorpusReport:
+    """Return the counts of all files."""
+    joined, notes = CorpusReport(), Counter[str]()
+    for parts in by_file:
+        joined.rows += parts.report.rows
+        joined.skipped += parts.report.skipped
+        joined.bad_rows += parts.report.bad_rows
+        joined.first_rows = parts.report.first_rows | joined.first_rows
+        notes.update(parts.notes)
+    joined.notes = dict(sorted(notes.items()))
+    return joined
 
 
 def _needed(options: PreprocessOptions, encoding: EncodingOptions) -> set[str]:
-    """Return the columns needed to select sequences and to check weights of masks."""
+    """Return the columns needed to name and select sequences, and to check weights of masks."""
     needed = {Condition.parse(text).column for text in options.packing.where}
+    needed |= {"source"} & {*encoding.columns}
     if encoding.content:
         needed.add("content")
     if options.packing.loss_weight_column is not None:
-        needed |= {options.packing.loss_weight_column, _EXTREMES} | {"source"} & {*encoding.columns}
+        needed |= {options.packing.loss_weight_column, _EXTREMES}
     return needed
 
 
@@ -188,7 +215,7 @@ def _file_lines(
     bad = f" ({report.skipped:,} cannot be used)" if report.skipped else ""
     yield f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes"
     yield (
-        f"  {which:<14}{report.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
+        f"  {which:<14}{report.rows:,}{bad}: {counted(len(lengths), 'sequence')}, {counted(lengths.sum(), 'token')},"
         f" {trained_tokens:,} trained"
     )
     if len(lengths):
@@ -306,21 +333,25 @@ class _Sequences(NamedTuple):
         if (wrong := wrong_weight(masks.reshape(-1), np.repeat(weights, 2))) is None:
             return
         at, what = wrong
-        number = int(chosen[at // 2])
-        place = f"sequence {number}"
-        if "source" in self.columns:
-            file, row = self.columns["source"][number].tolist()
-            place = f"{shortest_names([each.path for each in self.files])[file]}:{row + 1}"
-        raise FormatError(f"{place}: --loss-weight-column {column}: {what}")
+        raise FormatError(f"{self.place_of(int(chosen[at // 2]))}: --loss-weight-column {column}: {what}")
+
+    def place_of(self, number: int) -> str:
+        """Return the input line from which a sequence was made, if the column ``source`` is written."""
+        if "source" not in self.columns:
+            return f"sequence {number}"
+        file, row = self.columns["source"][number].tolist()
+        return f"{shortest_names([each.path for each in self.files])[file]}:{row + 1}"
 
 
-def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequences, *, full: bool) -> Iterator[str]:
-    """Yield lines for people: the packs, if all rows were encoded, and the reasons why the job would stop."""
-    reasons: list[str] = []
+def _outlook(
+    options: PreprocessOptions, read: CorpusReport, sequences: _Sequences, reasons: list[str], *, full: bool
+) -> Iterator[str]:
+    """Yield lines for people about the packs, if all rows were encoded. Reasons to stop are added to ``reasons``."""
     if (kept := sequences.kept) is not None:
-        yield f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where"
+        yield f"left out        {int((~kept).sum()):,} of {counted(len(kept), 'sequence')} left out by --where"
     if read.skipped and options.encoding.on_bad_row == "error":
-        reasons.append(f"{read.skipped:,} rows cannot be used; correct them, or skip them with --on-bad-row skip")
+        rows = counted(read.skipped, "row")
+        reasons.append(f"{rows} cannot be used; correct them, or skip them with --on-bad-row skip")
     elif options.max_bad_rows is not None:
         try:
             options.max_bad_rows.require(read, read.rows if full else None, "the input")
@@ -334,12 +365,12 @@ def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequenc
         except SFTIndexError as error:
             reasons.append(str(error))
     elif not full:
-        reasons += _first_reasons(options.packing, sequences)
-    yield from (f"would stop      {reason}" for reason in dict.fromkeys(reasons))
+        reasons += _first_reasons(options, sequences)
 
 
-def _first_reasons(packing: PackOptions, sequences: _Sequences) -> Iterator[str]:
+def _first_reasons(options: PreprocessOptions, sequences: _Sequences) -> Iterator[str]:
     """Yield reasons why a job would stop at the first rows."""
+    packing = options.packing
     chosen = sequences.of_conditions(np.arange(len(sequences.lengths)))
     # If rows are selected, it is unknown which ones.
     selects = packing.selection is not None and packing.selection.of_rows
@@ -348,12 +379,16 @@ def _first_reasons(packing: PackOptions, sequences: _Sequences) -> Iterator[str]
             sequences.require_weights(packing.loss_weight_column, chosen)
         except FormatError as error:
             yield str(error)
-    lengths, longest = sequences.lengths[chosen], packing.longest_sequence
-    if (overlong := int((lengths > longest).sum())) and packing.overlong == "error":
-        yield (
-            f"{overlong:,} of {len(lengths):,} sequences are longer than {longest:,} tokens; choose --overlong"
-            " drop, truncate or split, or a larger --seq-length"
-        )
+    pairs = chosen // 2 if options.encoding.rows.kind == "preference" else None
+    try:
+        find_overlong(sequences.lengths[chosen], pairs, packing, _name_of(options), sequences.place_of, chosen)
+    except SFTIndexError as error:
+        yield str(error)
+
+
+def _name_of(options: PreprocessOptions) -> str:
+    """Return the name of the sequences in errors."""
+    return options.prefix or "the output"
 
 
 def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[str]) -> Iterator[str]:
@@ -362,7 +397,7 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
     Raises:
         FormatError: no row is selected.
     """
-    packing, name, lengths = options.packing, options.prefix or "the output", sequences.lengths
+    packing, name, lengths = options.packing, _name_of(options), sequences.lengths
     shards = [(np.arange(len(lengths)), options.output_shards)]
     if packing.selection is not None and packing.selection.of_rows:
         selected = select_rows(sequences.columns["content"], sequences.numbers, packing.selection, packing.seed)
@@ -378,7 +413,14 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
         try:
             chosen = numbers if sequences.kept is None else chosen_where(numbers, sequences.kept, packing, name)
             packed = plan_packs(
-                lengths, packing, shards=count, name=name, groups=pairs, chosen=chosen, media=sequences.media
+                lengths,
+                packing,
+                shards=count,
+                name=name,
+                groups=pairs,
+                chosen=chosen,
+                media=sequences.media,
+                place_of=sequences.place_of,
             )
         except SFTIndexError as error:
             reasons.append(str(error))
@@ -387,5 +429,8 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
         if packing.selection is None or not packing.selection.drop_untrained:
             plan = packed.plan
             yield f"{label:<15} {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
+        if packed.overlong:
+            overlong = counted(packed.metadata["overlong_sequences"], "sequence")
+            yield f"  overlong      {overlong}, the longest: {named_rows(packed.overlong)}"
         if parted := packed.metadata.get("dropped_media_sequences"):
-            yield f"  dropped       {parted:,} sequences: the cut would go through an image or recording"
+            yield f"  dropped       {counted(parted, 'sequence')}: the cut would go through an image or recording"

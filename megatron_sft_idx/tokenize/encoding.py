@@ -25,6 +25,7 @@ from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Backend, DifferentIdsError, Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.training_fields import training_names
+from megatron_sft_idx.chat.turns import order_notes
 from megatron_sft_idx.chat.types import (
     Conversation,
     Encoded,
@@ -128,6 +129,7 @@ class EncodedPiece:
         num_bytes: number of bytes of the input file that contain the piece, for progress.
         bad_rows: errors of the unusable rows, in order; with ``on_bad_row="error"`` only the first.
         notes: counts by name.
+        first_rows: the number of the first row of each note (counted like bad rows), by name.
         straddling: text of a trained token that begins in a header; "" if there is none.
         undecided: number of the row (counted like bad rows) at which encoding stopped because a system message comes
             after an answer and the options do not define its meaning; 0 if there is none.
@@ -144,11 +146,18 @@ class EncodedPiece:
     rows: int
     num_bytes: int
     bad_rows: list[SequenceError]
-    notes: Counter[str]
+    notes: Counter[str] = field(default_factory=Counter)
+    first_rows: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
     undecided: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     media: Sequence[Sequence[EncodedItem]] = ()
+
+    def count(self, notes: Mapping[str, int], row: int) -> None:
+        """Add notes about a row."""
+        self.notes.update(notes)
+        for name in notes:
+            self.first_rows.setdefault(name, row)
 
 
 def items_of(media: Sequence[Sequence[EncodedItem]]) -> tuple[NDArray[np.int64], Items]:
@@ -344,15 +353,20 @@ class RowEncoder:
         weight = self.weight_of(file)
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
         done.undecided = undecided
-        for row, _ in made:
-            if row.notes:
-                done.notes.update(row.notes)
+        for row, of_row in made:
+            for notes in (row.notes, *(sequence.notes for sequence in of_row)):
+                if notes:
+                    done.count(notes, row.position)
         # Columns have one row for each sequence of a row.
         each = np.array([len(of_row) for _, of_row in made], np.int64)
+        positions = np.repeat(np.array([row.position for row, _ in made], np.int64), each)
+        # A shard's writer drops these mask values, because nothing predicts a first token.
+        first_trained = np.flatnonzero(done.loss_mask[np.cumsum(done.lengths) - done.lengths])
+        if len(first_trained):
+            done.count({"first_token_masks_dropped": len(first_trained)}, int(positions[first_trained[0]]))
         if options.source:
-            positions = np.array([row.position for row, _ in made], np.int64)
-            done.columns["source"] = source = np.zeros((int(each.sum()), 2), np.uint32)
-            source[:, 1] = np.repeat(positions - piece.first, each)
+            done.columns["source"] = source = np.zeros((len(positions), 2), np.uint32)
+            source[:, 1] = positions - piece.first
         if options.rows.kind == "kto":
             done.columns["label"] = np.repeat(np.array([row.label for row, _ in made], np.uint8), each)
         done.columns |= arrays_of([row.kept for row, _ in made], options.keep_fields, each)
@@ -413,8 +427,11 @@ class RowEncoder:
         options, position = self.options, row.position
         sources, label, kept = self._sources(row)
         content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
-        if row.notes:
-            notes = Counter(notes) + Counter(row.notes)
+        # Once per row, however many conversations it has.
+        conversations = [source for source in sources if isinstance(source, Conversation)]
+        order = dict.fromkeys([name for each in conversations for name in order_notes(each.messages)], 1)
+        if row.notes or order:
+            notes = Counter(notes) + Counter(row.notes) + Counter(order)
         if isinstance(sources[0], TokenizedRow):
             if self.processor is not None and np.isin(sources[0].input_ids, self.processor.token_ids).any():
                 raise RowError(
@@ -422,7 +439,6 @@ class RowEncoder:
                     " messages instead of input_ids"
                 )
             return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
-        conversations = [source for source in sources if isinstance(source, Conversation)]
         media: list[list[LoadedMedia]] = []
         if self.processor is not None:
             conversations, media = reader.load(conversations)
@@ -575,10 +591,6 @@ class RowEncoder:
     def _join(
         self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError], weight: float
     ) -> EncodedPiece:
-        notes: Counter[str] = Counter()
-        for sequence in sequences:
-            if sequence.notes:
-                notes.update(sequence.notes)
         ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
         if weight != 1:
@@ -593,7 +605,7 @@ class RowEncoder:
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
         straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
         media = [sequence.media for sequence in sequences] if self.processor is not None else []
-        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling, media=media)
+        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, straddling=straddling, media=media)
 
 
 def _split(row: Encoded, bounds: NDArray[np.int64] | None) -> list[Encoded]:

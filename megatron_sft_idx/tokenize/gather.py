@@ -245,8 +245,8 @@ class ToPack:
         work: str,
         overwrite: bool,
         chosen: NDArray[np.int64] | None = None,
-    ) -> list[PlannedShard]:
-        """Return the shards of one plan, for the ``chosen`` sequences or all.
+    ) -> tuple[list[PlannedShard], list[tuple[str, int]]]:
+        """Return the shards of one plan, for the ``chosen`` sequences or all, and ``Packing.overlong``.
 
         Their numbers of packs differ by at most one.
 
@@ -279,14 +279,23 @@ class ToPack:
                 metadata={**self.build.metadata, "packing": described},
             )
             planned.append(PlannedShard(path, build, work, overwrite, packing.run.window(first, last)))
-        return planned
+        return planned, packing.overlong
 
 
 class MadePacks(NamedTuple):
-    """Headers of the shards of a job, and whether all of them already existed."""
+    """The shards of a job.
+
+    Attributes:
+        headers: their headers.
+        found: whether all of them already existed.
+        overlong: ``Packing.overlong`` of the training shards.
+        valid_overlong: the same for the validation shard.
+    """
 
     headers: list[Header]
     found: bool
+    overlong: Sequence[tuple[str, int]] = ()
+    valid_overlong: Sequence[tuple[str, int]] = ()
 
 
 def make_packs(
@@ -322,10 +331,12 @@ def make_packs(
     reader, selected, prefix = sequences.reader, sequences.selected, job.output
     chosen = None if selected is None else selected.train
     common: dict[str, Any] = {"work": work, "overwrite": overwrite}
-    outputs = sequences.planned(prefix, options, shards=shards, chosen=chosen, **common)
+    outputs, overlong = sequences.planned(prefix, options, shards=shards, chosen=chosen, **common)
+    valid_overlong: list[tuple[str, int]] = []
     if selected is not None and len(selected.valid):
         valid = output_prefixes(prefix, 1, valid=True)[-1]
-        outputs += sequences.planned(valid, options, shards=1, chosen=selected.valid, **common)
+        validation, valid_overlong = sequences.planned(valid, options, shards=1, chosen=selected.valid, **common)
+        outputs += validation
     total = sum(len(output.run.lengths) for output in outputs)
     written: list[int] = []
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
@@ -359,4 +370,4 @@ def make_packs(
             overwrite=overwrite,
             existing_header=lambda number: outputs[number].existing_header(),
         )
-    return MadePacks(headers, found=not written)
+    return MadePacks(headers, not written, overlong, valid_overlong)

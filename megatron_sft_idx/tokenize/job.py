@@ -178,8 +178,9 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
     encoding, packing = encoding_options(given), packing_options(given)
     if (of_rows := packing.selection is not None and packing.selection.of_rows) and given["keep_corpus"]:
         raise FormatError(
-            "--keep-corpus stores all sequences, and pack cannot select rows afterwards; leave out --max-rows,"
-            " --sample, --dedup, --valid-fraction, --repeat and --shuffle, or leave out --keep-corpus"
+            "--keep-corpus stores the sequences of all rows, also of rows that are left out or used for validation, so"
+            " it cannot be combined with --max-rows, --sample, --dedup, --valid-fraction, --repeat and --shuffle; leave"
+            " out --keep-corpus: pack also accepts the packed shards PREFIX and PREFIX.valid"
         )
     columns = encoding.column_specs([])
     # The files are not known yet.
@@ -325,6 +326,7 @@ def run_job(
     output.publish(found=report.found)
     if report.corpus is not None:
         report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
+        report.corpus.first_rows = {note: as_given(row) for note, row in report.corpus.first_rows.items()}
     report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=[*map(as_given, inputs)])))
     if path is not None:
         report.write(path, overwrite=options.overwrite)

@@ -23,6 +23,7 @@ _DEFAULT = "float64"
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,99})(?:\.\d{1,99})?(?:[eE][-+]?\d{1,3})?")
 # Column names that are already used by some kinds of rows, or by parts.
 _TAKEN = ("source", "pair", "label", "content")
+_RENAME = "rename the field in the rows (docs/columns.md shows how)"
 
 
 def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
@@ -45,11 +46,9 @@ def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
         try:
             check_column_name(name)
         except FormatError as error:
-            raise FormatError(f"--keep-field {brief(entry)}: {error}") from None
+            raise FormatError(f"--keep-field {brief(entry)}: {error}; {_RENAME}") from None
         if name in _TAKEN:
-            raise FormatError(
-                f"--keep-field {entry}: preprocess writes a column with this name itself; rename the field"
-            )
+            raise FormatError(f"--keep-field {entry}: preprocess writes a column with this name itself; {_RENAME}")
         if dtype not in _DTYPES:
             raise FormatError(f"--keep-field {brief(entry)}: unknown dtype; choose one of {', '.join(sorted(_DTYPES))}")
         if name in fields:
@@ -81,7 +80,12 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
         value = number_of(value.strip())
     dtype = _DTYPES[dtype_name]
     if not isinstance(value, (bool, int, float)) or not (isinstance(value, int) or math.isfinite(value)):
-        raise RowError(f"{name} is {brief(value)}, expected a finite number to store as {dtype_name}")
+        remedy = (
+            "; text cannot be kept: give each value its own input file, and select with --where 'source == FILE'"
+            if isinstance(value, str)
+            else ""
+        )
+        raise RowError(f"{name} is {brief(value)}, expected a finite number to store as {dtype_name}{remedy}")
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if value != int(value) or not limits.min <= value <= limits.max:

@@ -60,7 +60,7 @@ from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PlannedR
 from megatron_sft_idx.tokenize.report import CorpusReport
 
 PART_MAGIC = b"SFTPART"
-_VERSIONED_MAGIC = PART_MAGIC + b"\x02"
+_VERSIONED_MAGIC = PART_MAGIC + b"\x03"
 _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
@@ -92,6 +92,7 @@ class PartInfo:
         bad_rows: position and reason of each unusable row, in order.
         undecided: position of the row at which encoding stopped (see ``EncodedPiece``); 0 if there is none.
         notes: counts by name.
+        first_rows: position of the first row of each note, by name.
         straddling: text of a trained token that begins in a header; "" if there is none.
         mask_dtype: name of the masks' dtype.
         arrays: dtype and shape of the arrays that follow, in order: lengths, ids, masks, columns, media.
@@ -109,6 +110,7 @@ class PartInfo:
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
     undecided: int = 0
     notes: dict[str, int] = field(default_factory=dict)
+    first_rows: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
     mask_dtype: str = "uint8"
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
@@ -147,10 +149,8 @@ class PartInfo:
         self.straddling = self.straddling or encoded.straddling
         if encoded.loss_mask.dtype == np.float32:
             self.mask_dtype = "float32"
-        first = np.cumsum(encoded.lengths) - encoded.lengths
-        # A shard's writer drops these mask values, because nothing predicts a first token, without reporting the part.
-        dropped = int(np.count_nonzero(encoded.loss_mask[first]))
-        self.notes = dict(Counter(self.notes) + encoded.notes + Counter(first_token_masks_dropped=dropped))
+        self.notes = dict(Counter(self.notes) + encoded.notes)
+        self.first_rows = encoded.first_rows | self.first_rows
 
     def offsets(self, json_nbytes: int) -> list[int]:
         """Return the byte offset of each array, and of the end, in a file with this size of JSON."""
@@ -584,6 +584,8 @@ class PartsSoFar:
     def _report(self, info: PartInfo, name: str, first: int) -> None:
         report = self.report
         report.rows += info.rows
+        for note, position in info.first_rows.items():
+            report.first_rows.setdefault(note, f"{name}:{first + position}")
         if info.straddling and not report.straddling:
             report.straddling = info.straddling
             self._log(

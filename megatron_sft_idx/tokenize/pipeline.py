@@ -27,8 +27,9 @@ import numpy as np
 
 from megatron_sft_idx.chat.inputs import total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.lines import counted
 from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
@@ -46,7 +47,7 @@ from megatron_sft_idx.tokenize.begin import (
 from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
-from megatron_sft_idx.tokenize.gather import ToPack, make_packs, write_packs
+from megatron_sft_idx.tokenize.gather import MadePacks, ToPack, make_packs, write_packs
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import (
     MadePart,
@@ -106,6 +107,7 @@ def make_shards(
                     building, headers = take_job(job)
                     stack.callback(building.close)
             found = bool(headers)
+            made = MadePacks(headers, found)
             if found:
                 log(
                     f"{published if is_uploaded else options.prefix}: already complete, with the same input and options"
@@ -115,25 +117,25 @@ def make_shards(
                 if not is_uploaded and not holds_packs_of_program(building):
                     building.discard()
             else:
-                headers, report = _make(job, building, lambda: local or stack.enter_context(_cluster(job)), seconds)
+                made, report = _make(job, building, lambda: local or stack.enter_context(_cluster(job)), seconds)
     finally:
         remember_encoder(None)
     return Summary(
         options.prefix,
         options.packing.capacity,
         report,
-        PackReport.of(headers[: options.output_shards]),
+        PackReport.of(made.headers[: options.output_shards], made.overlong),
         seconds,
         found=found,
         shards=options.output_shards,
-        valid=PackReport.of(headers[-1:]) if options.has_valid else None,
+        valid=PackReport.of(made.headers[-1:], made.valid_overlong) if options.has_valid else None,
     )
 
 
 def _make(
     job: Job, building: Building, start_engine: Callable[[], Local | Cluster], seconds: dict[str, float]
-) -> tuple[list[Header], CorpusReport]:
-    """Tokenise, or use the corpus of an earlier job; then pack. Return headers of the shards, and counts of rows."""
+) -> tuple[MadePacks, CorpusReport]:
+    """Tokenise, or use the corpus of an earlier job; then pack. Return the shards, and counts of rows."""
     options = job.options
     on_bad_row, max_rows = options.encoding.on_bad_row, options.max_rows
     limit = options.max_bad_rows
@@ -157,12 +159,13 @@ def _make(
             sequences = _to_pack(job, parts)
             if not options.keep_corpus:
                 made = make_packs(sequences, building, options.packing, work="preprocess", engine=engine, **common)
-                return made.headers, parts.report
+                return made, parts.report
             _join(job, sequences)
             building.remove_parts()
             corpus = Shard(job.corpus)
-        pack_shard(corpus, job.prefix, options.packing, job=building, **common)
-        return [read_header(prefix) for prefix in job.outputs], parts.report
+        packed = pack_shard(corpus, job.prefix, options.packing, job=building, **common)
+        headers = [read_header(prefix) for prefix in job.outputs]
+        return MadePacks(headers, packed.found, packed.overlong_rows), parts.report
 
 
 def _require_few_bad_rows(options: PreprocessOptions, report: CorpusReport) -> None:
@@ -200,7 +203,7 @@ def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[No
             building.discard()
             raise
         interrupted = "" if isinstance(error, Exception) else "interrupted; "
-        job.log(f"{interrupted}{building.num_parts():,} parts are kept in {building.folder}; {_AGAIN}")
+        job.log(f"{interrupted}{counted(building.num_parts(), 'part')} kept in {building.folder}; {_AGAIN}")
         raise
 
 
@@ -273,7 +276,7 @@ def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: Part
         raise report.no_usable_row(job.files[0].path)
     report.notes, report.reused = parts.notes, parts.num_reused == len(parts.paths)
     if parts.num_reused:
-        job.log(f"{parts.num_reused:,} of {len(parts.paths):,} parts reused")
+        job.log(f"{parts.num_reused:,} of {counted(len(parts.paths), 'part')} reused")
 
 
 # ---- gather ----

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
+from megatron_sft_idx.lines import counted
 from megatron_sft_idx.packing import Effort, Method, PackPlan, pack_sequences
 from megatron_sft_idx.packs.conditions import Condition
 from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.tokenize.column_weights import Weights, weighted, wrong_weight
+from megatron_sft_idx.tokenize.report import MAX_NAMED, named_rows
 from megatron_sft_idx.tokenize.selection import Selection
 
 PackingMethod: TypeAlias = Literal[Method, "none"]
@@ -29,6 +31,10 @@ Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 
 # Returns images and audio of the sequences with these numbers, in this order.
 MediaOf: TypeAlias = Callable[[NDArray[np.int64]], "RunMedia | None"]
+# Returns the name of the sequence with this number in errors and reports.
+PlaceOf: TypeAlias = Callable[[int], str]
+# Number of overlong sequences whose places are looked up.
+_MAX_LISTED = 1000
 # Options that headers only have if they are set.
 _IF_SET = ("selection", "where", "loss_weight_column")
 # A mask is summed in windows of about this many tokens, 8 bytes of memory each.
@@ -319,11 +325,13 @@ class Packing:
         plan: the plan from ``pack_sequences``, with cuts numbered from 0 on.
         run: all packs.
         metadata: for headers: options, counts of selected rows, and what was done with overlong sequences.
+        overlong: place and number of tokens of the longest overlong sequences or pairs, longest first.
     """
 
     plan: PackPlan
     run: PlannedRun
     metadata: dict[str, Any]
+    overlong: list[tuple[str, int]]
 
 
 def plan_packs(
@@ -337,6 +345,7 @@ def plan_packs(
     selected: Mapping[str, int] | None = None,
     reader: SequenceReader | None = None,
     media: RunMedia | None = None,
+    place_of: PlaceOf | None = None,
 ) -> Packing:
     """Plan all packs of a job at once, from the lengths of its sequences.
 
@@ -350,6 +359,7 @@ def plan_packs(
         selected: counts of selected rows, for headers.
         reader: reader of the sequences, for the trained tokens in cuts and sequences; None ignores ``drop_untrained``.
         media: positions of images and audio of all sequences, if there is no reader for that.
+        place_of: names sequences by their numbers, if there is no reader for that.
 
     Raises:
         SequenceError: sequences are longer than the capacity, and must not be dropped, truncated or split.
@@ -357,7 +367,9 @@ def plan_packs(
     """
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
-    cuts = _cut(lengths, _overlong(lengths, groups, options, name), options)
+    place_of = place_of or "sequence {}".format if reader is None else reader.place_of
+    long, overlong = find_overlong(lengths, groups, options, name, place_of, chosen)
+    cuts = _cut(lengths, long, options)
     media_of: MediaOf | None = None if media is None else media.taken
     media_of = media_of if reader is None else reader.media_of
     cuts, parted = _without_parted_media(cuts, lengths, media_of, chosen)
@@ -366,12 +378,12 @@ def plan_packs(
     if chosen is not None:
         sequences = chosen if cuts.sequences is None else chosen[cuts.sequences]
         cuts = cuts._replace(sequences=sequences, lost=cuts.lost._replace(sequences=chosen[cuts.lost.sequences]))
-    counts, why = dict(selected or {}), f"{cuts.overlong} were longer than the capacity"
+    counts, why = dict(selected or {}), f"{cuts.overlong:,} longer than the capacity"
     if options.selection is not None and options.selection.drop_untrained and reader is not None:
         trains = _which_train(reader, cuts, groups)
         counts["untrained_sequences"] = int((~trains).sum())
         counts["untrained_tokens"] = int(cuts.lengths[~trains].sum())
-        why += f", {counts['untrained_sequences']} have no token to train on"
+        why += f", {counts['untrained_sequences']:,} without a token to train on"
         groups, cuts = None if groups is None else groups[trains], cuts.only(np.flatnonzero(trains))
     if not len(cuts.lengths):
         raise FormatError(f"{name}: no sequence is left to pack ({why})")
@@ -401,7 +413,8 @@ def plan_packs(
         "lower_bound": plan.lower_bound,
         "chosen": plan.method,
     }
-    return Packing(plan, run, metadata | ({} if options.selection is None else {"selected": counts}))
+    metadata |= {} if options.selection is None else {"selected": counts}
+    return Packing(plan, run, metadata, overlong)
 
 
 def chosen_where(
@@ -411,25 +424,33 @@ def chosen_where(
     chosen = numbers[kept[numbers]]
     if not len(chosen):
         conditions = " --where ".join(options.where)
-        raise FormatError(f"{name}: none of {len(numbers):,} sequences matches --where {conditions}")
+        raise FormatError(f"{name}: none of {counted(len(numbers), 'sequence')} matches --where {conditions}")
     return chosen
 
 
 def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
     """Return how many tokens ``plan_packs`` would pack, for sequences that are not pairs. Same arguments and errors."""
-    cuts = _cut(lengths, _overlong(lengths, None, options, "lengths"), options)
+    cuts = _cut(lengths, find_overlong(lengths, None, options, "lengths", reader.place_of)[0], options)
     cuts, _ = _without_parted_media(cuts, lengths, reader.media_of, None)
     if options.selection is not None and options.selection.drop_untrained:
         cuts = cuts.only(np.flatnonzero(_which_train(reader, cuts, None)))
     return int(cuts.lengths.sum())
 
 
-def _overlong(
-    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, name: str
-) -> NDArray[np.bool_]:
-    """Return which sequences do not fit in a pack, by themselves or with their pair. See ``plan_packs`` for errors."""
+def find_overlong(
+    lengths: NDArray[np.int64],
+    groups: NDArray[np.integer[Any]] | None,
+    options: PackOptions,
+    name: str,
+    place_of: PlaceOf,
+    chosen: NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.bool_], list[tuple[str, int]]]:
+    """Return which sequences do not fit in a pack, by themselves or with their pair, and the longest of them.
+
+    See ``plan_packs`` for arguments and errors, and ``Packing.overlong`` for the second value.
+    """
     longest, multiple = options.longest_sequence, options.sequence_multiple
-    positions, units, per_unit, remedies = lengths, "sequences", 1, "drop, truncate or split"
+    positions, unit, per_unit, remedies = lengths, "sequence", 1, "drop, truncate or split"
     if groups is not None:
         if options.overlong in ("truncate", "split"):
             raise FormatError(
@@ -438,17 +459,23 @@ def _overlong(
             )
         if options.max_sequences_per_pack == 1:
             raise FormatError(f"{name}: --max-sequences-per-pack 1 would separate every pair; use 2 or more")
-        units, per_unit, remedies = "pairs", 2, "drop"
+        unit, per_unit, remedies = "pair", 2, "drop"
         positions = _of_groups(np.add, -(-lengths // multiple) * multiple, groups)
     long: NDArray[np.bool_] = positions > longest
-    if options.overlong == "error" and long.any():
+    numbers = np.flatnonzero(long)[::per_unit]
+    rows: dict[str, int] = {}  # a row with several overlong sequences is named once
+    for number in numbers[np.argsort(-positions[numbers], kind="stable")][:_MAX_LISTED].tolist():
+        rows.setdefault(place_of(number if chosen is None else int(chosen[number])), int(positions[number]))
+    if options.overlong == "error" and len(numbers):
+        count, total = len(numbers), counted(len(lengths) // per_unit, unit)
+        more = f" and {count - MAX_NAMED:,} more" if len(rows) > MAX_NAMED else ""
         raise SequenceError(
             name,
             None,
-            f"{long.sum() // per_unit} of {len(lengths) // per_unit} {units} are longer than {longest} tokens, the"
-            f" longest has {positions.max()}; choose --overlong {remedies}, or a larger --seq-length",
+            f"{count:,} of {total} {'is' if count == 1 else 'are'} longer than {counted(longest, 'token')}:"
+            f" {named_rows([*rows.items()])}{more}; choose --overlong {remedies}, or a larger --seq-length",
         )
-    return long
+    return long, [*rows.items()]
 
 
 def _without_parted_media(

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.lines import joined
+from megatron_sft_idx.lines import counted, joined
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.publish import Kind, head_of
@@ -25,29 +25,53 @@ _SELECTED = (
     ("train", "to train on", "rows"),
     ("untrained_sequences", "untrained", "sequences, or pieces of sequences, left out because no token is trained on"),
 )
+# By name: what a note counts, in the singular, and what happened to it.
 _NOTES = {
-    "content_empty": "messages without content rendered with empty content, because the chat template fails otherwise",
-    "content_left_out": "messages without content rendered without content, as in transformers",
-    "content_none": "messages without content rendered with null as content, because the chat template fails otherwise",
-    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left unchanged",
-    "recordings_cut": "recordings cut off at the end by the processor, which limits their length",
-    "first_token_masks_dropped": "masks on the first token of a sequence dropped, because nothing predicts it",
-    "literals": "control tokens in the data kept as text",
-    "no_end_of_turn": "answers without an end-of-turn token, because the chat template writes or marks none",
-    "nulls_in_arguments": "nulls left out of tool call arguments, because table exports add them for missing keys",
-    "nulls_in_tools": "nulls left out of tools, because table exports add them for missing keys",
-    "packed_rows": "rows that contained several concatenated sequences",
-    "reasoning_dropped": "messages whose reasoning the chat template leaves out",
-    "rows_with_seq_start_id": "rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them, the masks"
-    " mark the token before (--mask-alignment label)",
-    "split_at_system_messages": "rows that contained several conversations, each beginning with a system message",
-    "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
-    "straddling_header": "of these include characters of a header (--straddling exclude does not train on them)",
-    "straddling_left_out": "tokens that begin before their span, not trained",
-    "ends_of_turn_alone": "answers without text, of which only the end of the turn is trained",
-    "thinking_tags_kept": "answers with a reasoning tag after the first one, trained on anyway",
+    "begins_with_assistant": ("row", "beginning with an assistant message, before any user message"),
+    "ends_with_user": ("row", "ending with a user message, which no answer follows"),
+    "content_empty": (
+        "message",
+        "without content rendered with empty content, because the chat template fails otherwise",
+    ),
+    "content_left_out": ("message", "without content rendered without content, as in transformers"),
+    "content_none": (
+        "message",
+        "without content rendered with null as content, because the chat template fails otherwise",
+    ),
+    "control_tokens_read_by_template": (
+        "control token",
+        "in the data that the chat template itself reads, left unchanged",
+    ),
+    "recordings_cut": ("recording", "cut off at the end by the processor, which limits the length"),
+    "first_token_masks_dropped": ("mask", "on the first token of a sequence dropped, because nothing predicts it"),
+    "literals": ("control token", "in the data kept as text"),
+    "no_end_of_turn": (
+        "answer",
+        "without an end-of-turn token, because the chat template writes or marks none, so the model does not learn to"
+        " stop: pass --append-eod to end each sequence with a token to stop at, or another template with"
+        " --chat-template FILE",
+    ),
+    "nulls_in_arguments": ("null", "left out of tool call arguments, because table exports add them for missing keys"),
+    "nulls_in_tools": ("null", "left out of tools, because table exports add them for missing keys"),
+    "packed_rows": ("row", "with several concatenated sequences"),
+    "reasoning_dropped": ("message", "whose reasoning the chat template leaves out"),
+    "rows_with_seq_start_id": (
+        "row",
+        "with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed the input, the masks mark the token before"
+        " (--mask-alignment label)",
+    ),
+    "split_at_system_messages": ("row", "with several conversations, each beginning with a system message"),
+    "straddling": ("trained token", "beginning before the trained text (--span-by-span avoids that)"),
+    "straddling_header": (
+        "trained token",
+        "with characters of a header (--straddling exclude does not train on such tokens)",
+    ),
+    "straddling_left_out": ("token", "beginning before the trained text, not trained"),
+    "ends_of_turn_alone": ("answer", "without text, of which only the end of the turn is trained"),
+    "thinking_tags_kept": ("answer", "with a reasoning tag after the first one, trained on anyway"),
     "tool_arguments_converted": (
-        "tool calls whose arguments were converted to text or to an object, as the chat template expects"
+        "tool call",
+        "with arguments converted to text or to an object, as the chat template expects",
     ),
 }
 # Texts for what is done with overlong sequences, and for how trained tokens are lost.
@@ -62,14 +86,20 @@ _IGNORED = "ignored_field:"
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
 _MAX_SUMMARY_NBYTES = 1 << 26
+# Number of rows to name in one line.
+MAX_NAMED = 3
 _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
-def _said_of(note: str) -> str:
+def _said_of(note: str, count: int) -> str:
     """Describe what a note counts."""
     if note.startswith(_IGNORED):
-        return f"fields {note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
-    return _NOTES.get(note, note.replace("_", " "))
+        unit, what = "field", f"{note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
+    elif note in _NOTES:
+        unit, what = _NOTES[note]
+    else:
+        return f"{count:,} {note.replace('_', ' ')}"
+    return f"{counted(count, unit)} {what}"
 
 
 def check_summary(path: str, prefix: str, *, overwrite: bool) -> None:
@@ -95,6 +125,7 @@ class CorpusReport:
         skipped: number of unusable rows.
         bad_rows: messages of the first ten thousand of these.
         notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
+        first_rows: file and number of the first row of each note, by name; missing if an earlier job counted it.
         reused: whether an earlier job had tokenised the whole input.
         straddling: text of a trained token that begins in a header; "" if there was none yet.
     """
@@ -103,6 +134,7 @@ class CorpusReport:
     skipped: int = 0
     bad_rows: list[str] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    first_rows: dict[str, str] = field(default_factory=dict)
     reused: bool = False
     straddling: str = ""
 
@@ -110,7 +142,7 @@ class CorpusReport:
     def of(cls, header: Header) -> CorpusReport:
         """Return the counts in the header of a corpus or packed shard."""
         sources = header.metadata["sources"]
-        return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+        return cls(sources["rows"], sources["skipped"], notes=header.metadata["notes"], reused=True)
 
     def lines(self) -> list[str]:
         """Return lines for people about the number of rows and of skipped rows."""
@@ -120,9 +152,24 @@ class CorpusReport:
             lines.append(f"  skipped       {self.skipped:,}")
         return lines
 
+    def note_lines(self) -> list[str]:
+        """Return a line for people about each note."""
+        lines = []
+        for name, count in self.notes.items():
+            first = f"; first in {self.first_rows[name]}" if name in self.first_rows else ""
+            lines.append(f"note            {_said_of(name, count)}{first}")
+        return lines
+
     def no_usable_row(self, name: str) -> FormatError:
         """Return the error about an input without a usable row, for the file or folder ``name``."""
-        return FormatError(f"{name}: no row of the input can be used ({self.rows} rows, {self.skipped} skipped)")
+        return FormatError(
+            f"{name}: no row of the input can be used ({counted(self.rows, 'row')}, {self.skipped:,} skipped)"
+        )
+
+
+def named_rows(rows: Sequence[tuple[str, int]]) -> str:
+    """Return the first of these rows, given as place and number of tokens, in one line for people."""
+    return ", ".join(f"{place} ({counted(tokens, 'token')})" for place, tokens in rows[:MAX_NAMED])
 
 
 @dataclass(slots=True)
@@ -138,6 +185,8 @@ class PackReport:
         method: the method whose plan was used.
         overlong: number of sequences longer than the capacity.
         overlong_choice: what was done with them, ``drop``, ``truncate`` or ``split``; ``error`` if none are allowed.
+        overlong_rows: place and number of tokens of the longest of these, longest first, at most a thousand; empty if
+            an earlier job made the shard.
         dropped_tokens: number of tokens of dropped sequences, and of truncated ones after their cut.
         lost_trained_tokens: number of trained tokens lost to ``--overlong``: tokens of dropped sequences, tokens after
             a cut, and first tokens of cuts, which nothing predicts there.
@@ -163,14 +212,15 @@ class PackReport:
     dropped_tokens: int
     lost_trained_tokens: int
     dropped_media_sequences: int = 0
+    overlong_rows: list[tuple[str, int]] = field(default_factory=list)
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
     found: bool = False
 
     @classmethod
-    def of(cls, headers: Sequence[Header]) -> PackReport:
-        """Return the counts in the headers of a job's shards."""
+    def of(cls, headers: Sequence[Header], overlong_rows: Sequence[tuple[str, int]] = ()) -> PackReport:
+        """Return the counts in the headers of a job's shards, and the given ``overlong_rows``."""
         packing = headers[0].metadata["packing"]
         names = ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
         counts = {name: sum(getattr(header, f"num_{name}") for header in headers) for name in names}
@@ -186,9 +236,19 @@ class PackReport:
             dropped_tokens=packing["dropped_tokens"],
             lost_trained_tokens=packing["lost_trained_tokens"],
             dropped_media_sequences=packing.get("dropped_media_sequences", 0),
+            overlong_rows=[*overlong_rows],
             left_out=packing.get("left_out", 0),
             selected=packing.get("selected", {}),
         )
+
+    def overlong_lines(self) -> list[str]:
+        """Return lines for people about sequences longer than the capacity; none if there are none."""
+        if not self.overlong:
+            return []
+        lines = [f"overlong        {self.describe_overlong()}"]
+        if self.overlong_rows:
+            lines.append(f"  longest       {named_rows(self.overlong_rows)}")
+        return lines
 
     def describe_overlong(self) -> str:
         """Describe what was done with sequences longer than the capacity, and what was lost; "" if there are none."""
@@ -197,9 +257,9 @@ class PackReport:
         done, way = _OVERLONG[self.overlong_choice]
         parted = self.dropped_media_sequences
         dropped = f", {parted:,} dropped, because the cut would go through an image or recording" if parted else ""
+        tokens, trained = counted(self.dropped_tokens, "token"), counted(self.lost_trained_tokens, "trained token")
         return (
-            f"{self.overlong - parted:,} sequences {done}{dropped}: {self.dropped_tokens:,} tokens left out,"
-            f" {self.lost_trained_tokens:,} trained tokens lost to {way}"
+            f"{counted(self.overlong - parted, 'sequence')} {done}{dropped}: {tokens} left out, {trained} lost to {way}"
         )
 
 
@@ -260,28 +320,28 @@ class Summary:
             f"tokens          {packing.tokens:,}",
             f"trained tokens  {packing.trained_tokens:,} ({share})",
             f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions per pack",
-            f"pack size       at most {packing.longest:,} tokens and {packing.most_sequences:,} sequences per pack",
+            f"pack size       at most {counted(packing.longest, 'token')} and"
+            f" {counted(packing.most_sequences, 'sequence')} per pack",
         ]
         if_any = {
-            f"left out        {packing.left_out:,} sequences left out by --where": packing.left_out,
-            f"overlong        {packing.describe_overlong()}": packing.overlong,
+            f"left out        {counted(packing.left_out, 'sequence')} left out by --where": packing.left_out,
             f"lost            columns {', '.join(packing.lost_columns)}: one row per pack of the source": (
                 packing.lost_columns
             ),
-            f"warning         {packing.masked_packs:,} packs have no token to train on: inspect lists them,"
-            " --drop-untrained leaves such sequences out": packing.masked_packs,
+            f"warning         {counted(packing.masked_packs, 'pack')} without a token to train on: inspect lists such"
+            " packs, --drop-untrained leaves such sequences out": packing.masked_packs,
         }
+        lines += packing.overlong_lines()
         lines += [line for line, count in if_any.items() if count]
         if (valid := self.valid) is not None:
             lines.append(
-                f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
-                f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
+                f"validation      {counted(valid.sequences, 'sequence')}, {counted(valid.tokens, 'token')},"
+                f" {valid.trained_tokens:,} trained, in {counted(valid.packs, 'pack')}: {self.prefix}.valid"
             )
             if valid.left_out:
-                lines.append(f"  left out      {valid.left_out:,} sequences left out by --where")
-            if valid.overlong:
-                lines.append(f"  overlong      {valid.describe_overlong()}")
-        for name, count in (corpus.notes if corpus else {}).items():
-            lines.append(f"note            {count:,} {_said_of(name)}")
+                lines.append(f"  left out      {counted(valid.left_out, 'sequence')} left out by --where")
+            lines += [f"  {line[:14].strip():<14}{line[16:]}" for line in valid.overlong_lines()]
+        if corpus is not None:
+            lines += corpus.note_lines()
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
         return lines

@@ -538,7 +538,7 @@ def test_ignored_fields_are_counted_and_recorded(tmp_path: Path) -> None:
     made = preprocess(tmp_path / "b/x", *ignoring, rows=FLAGGED)
     assert made.code == 0, made.err
     assert "note            3 fields 'audit_mask' not read because of --ignore-field" in made.out
-    assert "note            1 fields 'weight' not read because of --ignore-field" in made.out
+    assert "note            1 field 'weight' not read because of --ignore-field" in made.out
     header = read_header(str(tmp_path / "b/x"))
     assert header.metadata["options"]["ignore_fields"] == ["audit_mask", "weight"]
     summary = preprocess_rows(

@@ -324,7 +324,8 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
     given = ("--overlong", "split", "--seq-length", 48, *corpus)
     assert preprocess(tmp_path / "x", *given).code == 0
     plain = preprocess(tmp_path / "y", *given, "--overwrite")
-    assert "have no token to train on: inspect lists them, --drop-untrained leaves such sequences out" in plain.out
+    said = "without a token to train on: inspect lists such packs, --drop-untrained leaves such sequences out"
+    assert said in plain.out
     dropped = preprocess(tmp_path / "z", *given, "--drop-untrained")
     assert "warning" not in dropped.out
     shard, whole = Shard(tmp_path / "z"), Shard(tmp_path / "x")
@@ -348,7 +349,7 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
         (("--valid-fraction", 1), "leaves no rows for training"),
         (("--valid-fraction", 1e-9), "is left to validate with"),
         (("--sample", 1e-9), "is left to train on"),
-        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus stores all sequences"),
+        (("--max-rows", 5, "--keep-corpus"), "--keep-corpus stores the sequences of all rows"),
         (("--repeat", "other.jsonl=2"), "no input file matches"),
     ],
 )

@@ -164,7 +164,7 @@ def test_values_that_do_not_fit_are_refused_and_nothing_of_the_pack_is_kept(
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "a-b", "a.b", "a/b", "loss", "seq", "tokens", "labels", "a" * 65])
 def test_names_that_would_not_do(tmp_path: Path, name: str) -> None:
-    with pytest.raises(FormatError, match="expected a name of at most 64 lower-case letters"):
+    with pytest.raises(FormatError, match=r"a name of at most 64 lower-case letters|this name has another meaning"):
         ShardWriter(tmp_path / "x", columns={name: SOURCE})
     assert os.listdir(tmp_path) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
         "label": rng.integers(0, 2, len(lengths)).astype(np.uint8),
     }
     mask = mask / 2 if weighted else mask
-    return EncodedPiece(ids, mask, np.array(lengths, np.int64), 0, 0, [], Counter(), columns=columns)
+    return EncodedPiece(ids, mask, np.array(lengths, np.int64), 0, 0, [], columns=columns)
 
 
 def written(path: Path, pieces, mask_dtype: str = "uint8") -> str:

@@ -447,7 +447,7 @@ def test_an_interrupted_run_says_how_many_parts_it_keeps(case, prefix):
 
     said = interrupted()
     assert said.code == 130
-    assert f"interrupted; 3 parts are kept in {prefix}.building; run the same command again" in said.err
+    assert f"interrupted; 3 parts kept in {prefix}.building; run the same command again" in said.err
     case.assert_ends_the_same(prefix)
 
 

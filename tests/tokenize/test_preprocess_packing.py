@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import partial
 
 import numpy as np
@@ -31,7 +32,7 @@ class LengthsAlone(SequenceReader):
 def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
     failed = preprocess(tmp_path / "x", rows=LONG, capacity=256)
     assert failed.code == 1
-    assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
+    assert "1 of 2 sequences is longer than 256 tokens: rows.jsonl:1 (" in failed.err
     assert "--overlong drop, truncate or split" in failed.err
     assert remains(tmp_path) == ["x.building"]
     again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
@@ -234,5 +235,42 @@ def test_the_tokens_that_are_kept_are_those_of_the_plan():
         assert num_kept_tokens(lengths, options, reader) == kept
         assert plan_packs(lengths, options, shards=1, name="x").run.lengths.sum() == kept
     for planned in (num_kept_tokens, partial(plan_packs, shards=1, name="x")):
-        with pytest.raises(SequenceError, match="1 of 3 sequences are longer than 10 tokens"):
+        with pytest.raises(
+            SequenceError, match=r"1 of 3 sequences is longer than 10 tokens: sequence 1 \(25 tokens\);"
+        ):
             planned(lengths, PackOptions(10), reader=reader)
+
+
+def long_rows(*numbers):
+    return [{"prompt": "Count.", "completion": " ".join(map(str, range(number)))} for number in numbers]
+
+
+def test_overlong_rows_are_named_longest_first(tmp_path):
+    rows = long_rows(5, 200, 300, 5, 250, 220, 400)
+    failed = preprocess(tmp_path / "x", rows=rows, capacity=256)
+    named = re.search(r"5 of 7 sequences are longer than 256 tokens: (.*) and 2 more; choose --overlong", failed.err)
+    assert named, failed
+    places = re.findall(r"(\S+) \((\d+) tokens\)", named[1])
+    assert [place for place, _ in places] == ["rows.jsonl:7", "rows.jsonl:3", "rows.jsonl:5"]
+    assert preprocess(tmp_path / "x", "--dry-run", rows=rows, capacity=256).out.count(named[1]) == 1
+    assert preprocess(tmp_path / "x", "--dry-run", "--full", rows=rows, capacity=256).out.count(named[1]) == 1
+
+    given = ("--overlong", "drop", "--keep-corpus", "--summary", tmp_path / "s.json")
+    made = preprocess(tmp_path / "x", *given, rows=rows, capacity=256)
+    assert re.search("^overlong        5 sequences dropped: ", made.out, re.M), made
+    assert f"  longest       {named[1]}\n" in made.out
+    listed = json.loads((tmp_path / "s.json").read_text())["packing"]["overlong_rows"]
+    assert [[place, int(tokens)] for place, tokens in places] == listed[:3]
+    assert [place for place, _ in listed[3:]] == ["rows.jsonl:6", "rows.jsonl:2"]
+    dry = preprocess(tmp_path / "y", "--overlong", "drop", "--dry-run", "--full", rows=rows, capacity=256)
+    assert f"  overlong      5 sequences, the longest: {named[1]}\n" in dry.out
+    again = command("pack", tmp_path / "x.unpacked", "--seq-length", 256, "--output-prefix", tmp_path / "z")
+    assert (again.code, named[1] in again.err) == (1, True)
+
+
+def test_one_overlong_sequence_is_counted_in_the_singular(tmp_path):
+    made = preprocess(tmp_path / "x", "--no-source", "--overlong", "split", rows=long_rows(5, 300), capacity=256)
+    assert re.search(
+        r"^overlong        1 sequence split: 0 tokens left out, \d+ trained tokens? lost", made.out, re.M
+    ), made
+    assert re.search(r"^  longest       sequence 1 \(\d+ tokens\)$", made.out, re.M), made

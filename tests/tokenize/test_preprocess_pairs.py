@@ -123,7 +123,7 @@ def test_an_overlong_answer_takes_its_pair_with_it(tmp_path):
     rows[3]["rejected"] = "no " + words(400)[0]
     failed = preprocess(tmp_path / "x", *PREFERENCE, rows=rows, capacity=512)
     assert failed.code == 1
-    assert "1 of 12 pairs are longer than 512 tokens, the longest has " in failed.err
+    assert "1 of 12 pairs is longer than 512 tokens: rows.jsonl:4 (" in failed.err
     assert "choose --overlong drop, or a larger --seq-length" in failed.err
     for overlong in ("truncate", "split"):
         refused = preprocess(tmp_path / "x", *PREFERENCE, "--overlong", overlong, rows=rows, capacity=512)

@@ -95,7 +95,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     reader = PartsReader(PartsTable(paths, bounds, "uint8"))
     build = BuildOptions(encoder.token_dtype, reader.mask_dtype, None, 1, None)
     sequences = ToPack(reader, gathered, "bench", build, {})
-    outputs = sequences.planned(
+    outputs, _ = sequences.planned(
         str(folder / "gathered"), PackOptions(CAPACITY), shards=SHARDS, work="bench", overwrite=False
     )
     lean = [(output.run.offsets, output.run.sequences, output.run.lengths) for output in outputs]
