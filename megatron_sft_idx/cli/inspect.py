@@ -25,7 +25,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sequence_titles, sources_of
+from megatron_sft_idx.inspect.origin import find_row, parse_origin, sequence_titles, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
