@@ -39,7 +39,7 @@ def test_the_summary_lists_every_column(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["inspect", prefix]) == 0
     lines = capsys.readouterr().out.splitlines()
     nbytes = (tmp_path / "x.late.col").stat().st_size
-    assert f"{'column late':22}float16 x 1 a pack, {nbytes:,} bytes, attached" in lines
+    assert f"{'column late':22}float16 x 1 per pack, {nbytes:,} bytes, attached" in lines
     assert all(
         any(line.split()[:3] == ["column", name, spec.dtype.name] for line in lines) for name, spec in SPECS.items()
     )
@@ -75,12 +75,12 @@ def test_what_differs_in_columns_is_said(tmp_path: Path, backend: Any, capsys: p
     assert compare_shards(here, Shard(tmp_path / "same", backend=backend)).same
     found = compare_shards(here, Shard(tmp_path / "y", backend=backend))
     assert not found.same
-    assert found.columns.pop("grade") == "float32 x 1 a pack here, float64 x 1 a pack there"
+    assert found.columns.pop("grade") == "float32 x 1 per pack here, float64 x 1 per pack there"
     assert set(found.columns) == specs.keys() - {"grade", "source"}
     assert set(found.columns.values()) == {"only here"}
     assert main(["inspect", str(tmp_path / "y"), "--diff", str(tmp_path / "x")]) == 1
     said = capsys.readouterr().out
-    assert "column grade: float64 x 1 a pack here, float32 x 1 a pack there" in said
+    assert "column grade: float64 x 1 per pack here, float32 x 1 per pack there" in said
     assert "only there" in said
     assert re.search(
         r"^the packs are equal: .* boundaries; the shards are not, because columns differ$", said, re.MULTILINE

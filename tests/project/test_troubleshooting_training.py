@@ -140,7 +140,7 @@ def test_what_training_says(
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
         "--vocab-size 128": lambda: script("--vocab-size", 128),
         "contains images or audio": with_images,
-        "it will be created again": cut_plan,
+        "remove the file, and it will be created again": cut_plan,
         "the content has changed": replaced,
         "attention te": no_engine,
         "the amount of live data is unknown": lambda: refused_option(capsys, "--data-path", "live:data/live"),
