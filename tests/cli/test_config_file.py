@@ -169,6 +169,7 @@ def test_what_is_printed_is_read_as_the_same_run(verb: str, here: Path, times: i
                 assert value == texts[key], key
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -196,6 +197,7 @@ def test_the_file_makes_the_same_bytes(words: list[str], here: Path) -> None:
         assert files_of(Path("x", prefix)) == files_of(Path("y", prefix))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 def test_any_output_holds_every_name(encoding: str, here: Path) -> None:
     """Redirected output can be read by --config, for any locale in which it was written."""

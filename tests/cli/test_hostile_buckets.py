@@ -50,6 +50,7 @@ def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("way", OBSTACLES)
 @pytest.mark.parametrize("text", TO_A_BUCKET[1:])
 def test_what_is_in_the_place_of_the_staging_folder_stays(world: World, url: str, text: str, way: str) -> None:

@@ -53,6 +53,7 @@ HELD = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("verb", "place", "more", "sent"), HELD)
 def test_a_long_call_does_not_hold_a_signal_back(
     made: Path, tmp_path: Path, verb: str, place: str, more: list[object], sent: signal.Signals

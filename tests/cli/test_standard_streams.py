@@ -121,7 +121,7 @@ def as_without(world: World, calm: dict[str, Left], text: str) -> Left:
     return calm[text]
 
 
-@pytest.mark.sample(45)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("state", ["closed", "full", "gone"])
 @pytest.mark.parametrize("text", [*WRITING, *SHOWING, *FAILING])
 def test_stderr_never_fails_a_run(world: World, calm: dict[str, Left], text: str, state: str) -> None:
@@ -132,7 +132,7 @@ def test_stderr_never_fails_a_run(world: World, calm: dict[str, Left], text: str
         assert found.out == wanted.out
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("state", ["closed", "full", "gone"])
 @pytest.mark.parametrize("text", WRITING)
 def test_a_run_that_writes_files_does_not_fail_for_stdout(
@@ -144,6 +144,7 @@ def test_a_run_that_writes_files_does_not_fail_for_stdout(
     assert ("standard output: No space left on device" in found.err) == (state == "full")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("text", SHOWING)
 def test_what_cannot_be_shown_is_an_error_where_showing_is_the_purpose(world: World, text: str) -> None:
     for state in ("closed", "full"):
