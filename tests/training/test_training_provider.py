@@ -134,7 +134,7 @@ def test_options_of_the_configuration_go_through_the_provider(shards: Path) -> N
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("fim_data", True, "--fim-data cuts"),
+        ("fim_data", True, "--fim-data splits"),
         ("eod_mask_loss", True, "--eod-mask-loss would"),
         ("dataloader_type", "cyclic", "--dataloader-type cyclic does"),
         ("dataloader_type", "external", "--dataloader-type external does"),
@@ -180,10 +180,10 @@ def test_splits_of_which_no_row_is_asked_for_are_left_out(shards: Path) -> None:
         ({"split": "99,1,0", "eval_iters": 2}, "the valid split is empty, .*, or turn evaluation off: --eval-iters 0"),
         (
             {"split": "1,0,0", "full_validation": True},
-            "--full-validation: nothing to .* --split 99,1,0, or leave it out",
+            "--full-validation: there is no validation data, .* --split 99,1,0, or leave it out",
         ),
         ({"train_data_path": ["{}"]}, "there is no validation data, .* --valid-data-path, or .* --eval-iters 0"),
-        ({"split": "0,90,10"}, "nothing to train on: give it a part of --split, .*, or add --skip-train"),
+        ({"split": "0,90,10"}, "nothing to train on: assign a part of --split to it, .*, or add --skip-train"),
         ({"valid_data_path": ["{}"]}, "nothing to train on: pass shards with --train-data-path"),
     ],
 )
@@ -281,7 +281,7 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ({"train_data_path": ["{}/a"], "split": "90,10,0"}, "--split 90,10,0 divides .* --train-data-path is given"),
+        ({"train_data_path": ["{}/a"], "split": "90,10,0"}, "--split 90,10,0 applies to .* --train-data-path is also given"),
         ({"data_path": ["{}/a"], "multiple_validation_sets": True}, "--multiple-validation-sets: .* --full-validation"),
         (
             {"data_path": ["1", "{}/a", "1", "{}/b"], "full_validation": True},
