@@ -281,7 +281,7 @@ def test_a_stock_dataset_or_a_folder_of_something_else_says_what_helps(shards: P
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ({"train_data_path": ["{}/a"], "split": "90,10,0"}, "--split 90,10,0 applies to .* --train-data-path is also given"),
+        ({"train_data_path": ["{}/a"], "split": "90,10,0"}, "--split 90,10,0 applies .* --train-data-path is also"),
         ({"data_path": ["{}/a"], "multiple_validation_sets": True}, "--multiple-validation-sets: .* --full-validation"),
         (
             {"data_path": ["1", "{}/a", "1", "{}/b"], "full_validation": True},
