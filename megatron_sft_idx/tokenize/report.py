@@ -31,19 +31,19 @@ _NOTES = {
     "ends_with_user": ("row", "ending with a user message, which no answer follows"),
     "content_empty": (
         "message",
-        "without content rendered with empty content, because the chat template fails otherwise",
+        "that had no content, rendered with empty content, because the chat template fails otherwise",
     ),
-    "content_left_out": ("message", "without content rendered without content, as in transformers"),
+    "content_left_out": ("message", "that had no content, rendered without it, as in transformers"),
     "content_none": (
         "message",
-        "without content rendered with null as content, because the chat template fails otherwise",
+        "that had no content, rendered with null, because the chat template fails otherwise",
     ),
     "control_tokens_read_by_template": (
         "control token",
         "in the data that the chat template itself reads, left unchanged",
     ),
     "recordings_cut": ("recording", "cut off at the end by the processor, which limits the length"),
-    "first_token_masks_dropped": ("mask", "on the first token of a sequence dropped, because nothing predicts it"),
+    "first_token_masks_dropped": ("mask", "on the first token of a sequence, dropped because nothing predicts it"),
     "literals": ("control token", "in the data kept as text"),
     "no_end_of_turn": (
         "answer",
