@@ -515,7 +515,7 @@ def test_all_sequences_of_packed_rows_are_in_the_shard_with_their_rows(tmp_path:
     done = preprocess(tmp_path / "x", "--workers", workers, rows=rows, capacity=64)
     assert done.code == 0, done.err
     assert stored(tmp_path / "x") == trained([one for of_row in sequences for one in of_row])
-    assert "120 rows that contained several concatenated sequences" in done.out
+    assert "120 rows with several concatenated sequences" in done.out
     shard, found = Shard(tmp_path / "x", columns=("source",)), {}
     for number in range(len(shard)):
         for (ids, _), (file, row) in zip(shard.sequences(number), shard[number]["source"].tolist(), strict=True):
@@ -601,7 +601,7 @@ def test_rows_of_trl_and_nemo(tmp_path: Path) -> None:
     ]
     done = preprocess(tmp_path / "y", rows=[NEMO], capacity=64)
     assert stored(tmp_path / "y") == [((5, 6, 7), (0, 1, 1)), ((8, 9, 10), (0, 1, 1))]
-    assert "1 rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them" in done.out
+    assert "1 row with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed the input" in done.out
     assert "the last of sequence 1" in refused(NEMO, "label")
 
 

@@ -210,7 +210,7 @@ SLIPS = [
     (
         ("--fields", "messages=data.turns", "system=data.sys"),
         1,
-        "data.sys is mapped, .* the rows have id, data.turns.0.who",
+        "data.sys does not occur in any of 3 rows; the rows have id, data.turns.0.who",
     ),
     (
         ("--fields", "messages=data.turns", "--turn-fields", "role=who", "content=what", "name=nickname"),

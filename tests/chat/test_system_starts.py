@@ -159,7 +159,7 @@ def test_each_conversation_is_a_sequence(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x") == texts_of(tmp_path / "apart")
     assert len(texts_of(tmp_path / "x")) == 4
     assert "rows            2\n" in done.out
-    assert "1 rows that contained several conversations, each beginning with a system message" in done.out
+    assert "1 row with several conversations, each beginning with a system message" in done.out
     shard = Shard(tmp_path / "x", columns=("source",))
     assert sorted(row for pack in shard for _, row in pack["source"].tolist()) == [0, 0, 0, 1]
     assert read_header(tmp_path / "x").metadata["options"]["system_starts"] == "conversation"
@@ -204,7 +204,7 @@ def test_a_run_without_the_decision_stops_before_it_begins(tmp_path: Path, more:
     assert done.code == 1
     assert done.err == (
         f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this"
-        f" row, the first of 2 among the first 85 rows; choose for the whole input: --system-starts"
+        f" row (the first of 2 such rows among the first 85); choose for the whole input: --system-starts"
         f" conversation starts a new conversation, stored as a separate sequence, at each system message (like"
         f" Megatron's --sft); --system-starts turn keeps one conversation with several system messages\n"
     )
@@ -244,7 +244,7 @@ def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
 def test_a_row_behind_those_that_are_taken_stops_nothing(tmp_path: Path, late: Path) -> None:
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--max-rows", 6990, "--input", late)
     assert done.code == 0, done.err
-    assert "6,990 taken" in done.out
+    assert "6,990 used" in done.out
     done = preprocess(tmp_path / "y", "--on-bad-row", "skip", "--max-rows", 6999, "--input", late)
     assert done.code == 1
     assert ":7001: a system message" in done.err
@@ -278,7 +278,7 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", LINES)
     done = produced(tmp_path / "live", "--input", source)
     assert done.code == 1
-    assert "rows.jsonl:1: a system message comes after an answer in this row, the first of 1 among" in done.err
+    assert "rows.jsonl:1: a system message comes after an answer in this row (the first of 1 such row" in done.err
     done = produced(tmp_path / "live", "--input", source, *CONVERSATION)
     assert done.code == 0, done.err
     assert tokens_of(tmp_path / "live").total() == 4

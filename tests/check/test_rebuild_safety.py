@@ -88,7 +88,7 @@ def test_killed_at_any_step_of_bringing_back_a_part_it_can_be_run_again(tmp_path
         finished = not killed_at(step, lambda prefix=prefix: rebuild(prefix))  # type: ignore[misc]
         if (remains := find_remains(prefix)) is not None and remains.is_complete:
             num_complete += 1
-            with pytest.raises(FormatError, match="left by a rebuild that was interrupted; run it again"):
+            with pytest.raises(FormatError, match="left by an interrupted rebuild; finish it"):
                 rebuild(prefix, dry_run=True)
         assert [file.path for file in rebuild(prefix).files if file.state == "lost"] == [f"{prefix}{lost}"]
         assert Path(f"{prefix}.idx").read_bytes() == before[".idx"]

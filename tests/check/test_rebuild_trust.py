@@ -187,7 +187,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     before = tree_of(tmp_path)
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
-    assert "x.source.col: of shard " in done.err
+    assert "x.source.col: belongs to shard " in done.err
     assert "tokens, masks, starts or pack lengths have changed, or this file belongs to another shard" in done.err
     for claim in ("lost", "whole", "good", "attach", "merge"):
         assert claim not in done.err + done.out
@@ -268,7 +268,9 @@ def test_a_header_of_another_shard_is_found_by_a_column(tmp_path: Path) -> None:
     others = [Sample(pack.tokens[::-1], pack.mask, pack.starts) for pack in PACKS]
     write_columned(tmp_path / "other" / "x", others, SPECS)
     shutil.copy(tmp_path / "other" / "x.seq.idx", tmp_path / "x.seq.idx")
-    with pytest.raises(FormatError, match=r"x\.seq\.idx: of shard .* as .*x\.source\.col says .* move this one away"):
+    with pytest.raises(
+        FormatError, match=r"x\.seq\.idx: belongs to shard .* but according to .*x\.source\.col .* move this one away"
+    ):
         rebuild(tmp_path / "x")
     os.unlink(tmp_path / "x.seq.idx")
     assert rebuild(tmp_path / "x").compared
