@@ -208,10 +208,10 @@ class LiveChunks(LiveShards):
                 " put it back, or resume from a checkpoint that already includes it"
             ) from None
         if followed and not _ends_with_whole_line(path):
+            cause = "the end is declared" if end is not None else "a later chunk exists"
             raise FormatError(
-                f"{path}: the last line is incomplete, although {{'the end is declared' if end is not None else 'a"
-                " later chunk exists'}; its producer probably died: write the chunk again, or remove the incomplete"
-                " line"
+                f"{path}: the last line is incomplete, although {cause}; its producer probably died: write the chunk"
+                " again, or remove the incomplete line"
             )
         if followed:
             return True

@@ -273,9 +273,7 @@ class Publication:
         )
         if appeared := [suffix for suffix in replaced if replaced[suffix] != self._replaced.get(suffix)]:
             names = ", ".join(paths.prefix + suffix for suffix in appeared)
-            raise FormatError(
-                f"{paths.prefix}: {names} were created by someone else in the meantime; choose another prefix"
-            )
+            raise FormatError(f"{paths.prefix}: someone else created {names} in the meantime; choose another prefix")
         if not self._any_file:
             _require_shard(paths, replaced)  # a new file may have got the inode of a file that was removed since
         self.building.stage(list(map(paths.suffix, written)), replaced)

@@ -159,6 +159,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("flags", VARIANTS)
 @pytest.mark.parametrize("kind", zoo.FAST)
 def test_added_tokens_of_every_kind_are_found_the_same(kind: str, flags: str) -> None:

@@ -104,6 +104,7 @@ def files_for(kind: str) -> list[bytes]:
     return [png(*size, seed) for seed, size in enumerate(sizes)]
 
 
+@pytest.mark.sample(2)
 def test_ids_are_those_of_the_processor(made: Made) -> None:
     rng, files, token = random.Random(3), files_for(made.kind), token_of(made)
     drawn = [conversation(rng, made.kind, files) for _ in range(200)]
@@ -128,6 +129,7 @@ def test_ids_are_those_of_the_processor(made: Made) -> None:
         assert mask.any()
 
 
+@pytest.mark.sample(2)
 def test_every_size_takes_as_many_positions_as_the_processor_says(made: Made) -> None:
     rng = random.Random(5)
     if made.kind == "image":
@@ -155,6 +157,7 @@ def test_every_size_takes_as_many_positions_as_the_processor_says(made: Made) ->
         assert ids.tolist() == ids_of_processor(made, text, [data])
 
 
+@pytest.mark.sample(1)
 def test_masks_of_all_else_are_those_of_the_rows_without_images_and_audio(made: Made) -> None:
     """The trained text and its weights are the same, in the same order."""
     rng, files = random.Random(7), files_for(made.kind)
@@ -210,6 +213,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_read_is_a_bad_row(made: Made, tmp_path: Path, case: str) -> None:
     given, expected = BAD[case]

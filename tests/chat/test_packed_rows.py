@@ -178,6 +178,7 @@ def some_pack(draws: random.Random, longest: int = 9, *, padded: bool = True) ->
     return Pack(sequences, draws.choice((0, 0, 1, 2, 3, 7)) if padded else 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("alignment", ["token", "label"])
 def test_a_pack_in_any_form_becomes_its_sequences(alignment: str) -> None:
     draws = random.Random(alignment)

@@ -123,6 +123,7 @@ def test_broken_compression_is_said_as_of_a_local_file(store: tuple[Path, str]) 
         contents(expand_inputs([f"{url}/{path.name}"]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_preprocessing_objects_gives_the_bytes_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int

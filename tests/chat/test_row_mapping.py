@@ -162,6 +162,7 @@ END_TO_END = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("option", END_TO_END)
 def test_the_shard_of_a_mapped_file_is_that_of_the_plain_one(tmp_path, option):
     change, flags = END_TO_END[option]

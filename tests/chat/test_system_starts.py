@@ -226,6 +226,7 @@ def late(tmp_path_factory: Any) -> Path:
     return write_rows(tmp_path_factory.mktemp("late") / "rows.jsonl", rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
     tmp_path: Path, late: Path, workers: int

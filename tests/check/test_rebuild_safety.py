@@ -39,7 +39,7 @@ def break_index(path: Path, how: str) -> None:
         path.write_bytes(b"\xff" * 40 + raw[40:-9])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("broken", ALL_LOSSES)
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str], how: str) -> None:
@@ -76,6 +76,7 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
         assert len(results) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lost", [".bin", ".seq.bin"])
 def test_killed_at_any_step_of_bringing_back_a_part_it_can_be_run_again(tmp_path: Path, lost: str) -> None:
     num_complete = 0
@@ -166,7 +167,7 @@ def test_a_shard_of_links_is_refused_before_it_is_read(tmp_path: Path, dry_run: 
     def unread(what: str, total: int) -> Any:
         pytest.fail(f"{what} {total} bytes")
 
-    with pytest.raises(FormatError, match=r"x\.bin: a symbolic link is here"):
+    with pytest.raises(FormatError, match=r"x\.bin: there is a symbolic link, expected a file of a shard or nothing"):
         rebuild(tmp_path / "x", dry_run=dry_run, watch=unread)
 
 
@@ -188,7 +189,9 @@ def test_a_file_that_can_have_no_second_name_stays(tmp_path: Path, monkeypatch: 
     write_samples(tmp_path / "x", demo_samples())
     (tmp_path / "x.idx").write_bytes(b"?")
     before = tree_of(tmp_path)
-    with pytest.raises(FormatError, match=r"x\.idx: it cannot be kept as .*\.damaged \(Operation not supported\)"):
+    with pytest.raises(
+        FormatError, match=r"x\.idx: it cannot be kept under the name .*x\.idx\.damaged \(Operation not supp"
+    ):
         rebuild(tmp_path / "x")
     assert tree_of(tmp_path) == before
 
@@ -204,7 +207,7 @@ def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(tmp_pat
         yield lambda _done: None
         (tmp_path / "x.idx").write_bytes(b"a stranger's")
 
-    with pytest.raises(FormatError, match=r"x\.idx were created by someone else"):
+    with pytest.raises(FormatError, match=r"someone else created \S+/x\.idx in the meantime; choose another prefix"):
         rebuild(tmp_path / "x", watch=intruding)
     assert tree_of(tmp_path) == {**before, "x.idx": b"a stranger's"}
 
@@ -226,7 +229,7 @@ def test_what_a_stranger_took_the_place_of_is_kept_and_named(
 
     (tmp_path / "notes").write_bytes(b"a stranger's")
     monkeypatch.setattr(os, "link", then_replaced)
-    with pytest.raises(FormatError, match=r"x\.seq\.idx is .*/x\.seq\.idx\.damaged now$") as caught:
+    with pytest.raises(FormatError, match=r"x\.seq\.idx is now \S*/x\.seq\.idx\.damaged$") as caught:
         rebuild(tmp_path / "x")
     assert "x.idx.damaged" not in str(caught.value)
     kept = {
@@ -252,9 +255,7 @@ def test_a_stranger_at_the_last_moment_leaves_a_rebuild_to_be_finished(
 
     with monkeypatch.context() as patch:
         patch.setattr(Publication, "finish", late)
-        with pytest.raises(
-            FormatError, match=r"x\.seq\.idx: .* move it away, then .* kept: .*x\.seq\.idx\.damaged now$"
-        ):
+        with pytest.raises(FormatError, match=r"x\.seq\.idx: .* move it away, then .* kept: .*x\.seq\.idx\.damaged$"):
             rebuild(tmp_path / "x")
     os.rename(tmp_path / "x.seq.idx", tmp_path / "away")
     assert rebuild(tmp_path / "x").whole
@@ -408,9 +409,7 @@ def test_what_a_killed_removal_left_stays_or_goes_as_its_message_says(tmp_path: 
                 assert not [name for name in before if not name.startswith("x.building/")]
             continue
         for dry_run in (True, False):
-            with pytest.raises(
-                FormatError, match="left by a removal that was interrupted; run the command that removed"
-            ):
+            with pytest.raises(FormatError, match="left by an interrupted removal; run the command that removed"):
                 rebuild(prefix, dry_run=dry_run)
         assert tree_of(prefix.parent) == before
         num_refused += 1

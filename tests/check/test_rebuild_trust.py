@@ -59,6 +59,7 @@ def name_now(prefix: Path, suffix: str) -> Path:
     return next(path for path in (Path(f"{prefix}.building/{suffix}"), Path(f"{prefix}{suffix}")) if path.exists())
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("when", ["before", "among"])
 @pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".seq.bin", *COLUMNS])

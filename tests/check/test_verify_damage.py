@@ -39,6 +39,7 @@ def looked_at(prefix: str) -> Report:
     return report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_single_flipped_bit_is_found(tmp_path: Path, whole: Files, suffix: str) -> None:
     prefix = put(tmp_path, whole)

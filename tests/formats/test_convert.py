@@ -73,6 +73,7 @@ def trip(folder: Path, packs: list[Sample], way: tuple[str, ...], **options: Any
     return Shard(source)
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("way", PAIRS, ids="-".join)
 @pytest.mark.parametrize("corner", CORNERS)
 def test_every_format_to_every_other(tmp_path: Path, way: tuple[str, str], corner: str) -> None:

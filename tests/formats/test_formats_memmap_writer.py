@@ -290,6 +290,7 @@ def rss_growth(kind: Any, folder: Path) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("measure", [heap_growth, rss_growth])
 def test_memory_is_for_one_pack_and_the_bound_tells_an_accumulating_writer(
     tmp_path: Path, measure: Callable[[Any, Path], int]

@@ -49,6 +49,7 @@ def assert_holds_media(packs: Any, samples: Sequence[MediaSample]) -> None:
         assert as_plain(pack["media"]) == as_plain(samples[number].items)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_shard_comes_back_byte_for_byte(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
@@ -266,6 +267,7 @@ def test_a_damaged_shard_makes_no_file(tmp_path: Path, seed: int) -> None:
     assert not (tmp_path / "x.parquet").exists()
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_damaged_file_makes_no_shard(tmp_path: Path, seed: int) -> None:
     """Any changed byte before the footer is found, or is never read."""

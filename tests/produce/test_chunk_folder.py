@@ -150,16 +150,16 @@ def test_half_a_line_with_a_successor_is_torn(tmp_path: Path) -> None:
     put(tmp_path, 0, '{"a": 1}\n{"a')
     folder = folder_of(tmp_path)
     assert not folder.is_whole(0, None)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line .* the end is declared; its producer"):
+    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although the end is declared; its"):
         folder.is_whole(0, 1)
     put(tmp_path, 1)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line .* a later chunk exists; its producer"):
+    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although a later chunk exists; its"):
         folder.is_whole(0, None)
 
 
 def test_a_chunk_that_was_removed_is_not_waited_for(tmp_path: Path) -> None:
     put(tmp_path, 5)
-    with pytest.raises(FormatError, match=r"chunk_00004.jsonl: missing, .* put it back"):
+    with pytest.raises(FormatError, match=r"chunk_00004.jsonl: the chunk is missing, .* it was deleted: put it back"):
         folder_of(tmp_path).is_whole(4, None)
 
 
@@ -221,7 +221,7 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     assert len(chunk) == 4
     limits, encoding = Limits(64, 1), EncodingOptions(str(TOKENIZER))
     strict = LiveChunks(".", limits, encoding)
-    with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; --on-bad-row skip"):
+    with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; pass --on-bad-row skip to train without"):
         strict.packs(chunk, [0, 1])
     with pytest.raises(
         SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, but a pack can have 64; raise --seq-length"

@@ -160,7 +160,7 @@ def test_other_options_are_refused_and_named(calm, rows, more, said):
     refused = make(calm, rows, *more)
     assert refused.code == 1
     assert said in refused.err
-    assert "name another folder" in refused.err
+    assert "choose another folder" in refused.err
     assert {path.name: path.read_bytes() for path in calm.iterdir()} == before
 
 

@@ -256,7 +256,7 @@ def test_without_a_home_a_folder_that_is_named_serves(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a user id without an entry, as in containers
     assert_holds(Shard(f"{url}/x", index_cache=str(tmp_path / "cache")), demo_samples())
-    with pytest.raises(FormatError, match="name another folder with SFT_IDX_CACHE"):
+    with pytest.raises(FormatError, match="choose another folder with SFT_IDX_CACHE"):
         Shard(f"{url}/x")
 
 

@@ -251,7 +251,7 @@ def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path)
     write_samples(tmp_path / "a" / "b" / "x", [])
     assert Shard(tmp_path / "a" / "b" / "x").header.num_packs == 0
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(FormatError, match="file is a file, expected a folder"):
+    with pytest.raises(FormatError, match="file is a file, not a folder; choose another name"):
         ShardWriter(tmp_path / "file" / "x")
 
 

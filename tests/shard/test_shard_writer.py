@@ -252,10 +252,14 @@ def test_masks_may_be_booleans_or_floats(tmp_path: Path, mask: np.ndarray, dtype
         (1, 1, "pack 0: loss_mask has shape ()"),
         (1, [0, 1j, 1, 0], "pack 0: loss_mask has dtype complex128"),
         (1, [0, 1, 0], "pack 0: 3 loss mask values for 4 tokens"),
-        (1, np.array([0, 2**64 - 1, 0, 0], np.uint64), "pack 0: loss_mask holds 18446744073709551615"),
+        (
+            1,
+            np.array([0, 2**64 - 1, 0, 0], np.uint64),
+            "pack 0: loss_mask has 18446744073709551615, which is too large",
+        ),
         (2, 0, "pack 0: seq_starts has shape ()"),
         (2, [0.0, 1.0], "pack 0: seq_starts has dtype float64"),
-        (2, [], "pack 0: no sequence starts"),
+        (2, [], "pack 0: it has no sequence starts, but needs at least a first one at 0 (rule P2)"),
     ],
 )
 def test_arrays_of_another_form_are_named(tmp_path: Path, place: int, value: Any, word: str) -> None:

@@ -457,7 +457,7 @@ def test_what_cannot_be_is_an_error(processor: Any, folder: Path, inputs: MediaI
         inputs(short)
     with pytest.raises(FormatError, match=r"image at position 1 of row 0: the image cannot be decoded"):
         inputs(of_images(processor, [png(30, 30)[:200]]))
-    with pytest.raises(FormatError, match="takes no audio"):
+    with pytest.raises(FormatError, match="does not support audio"):
         inputs(fits._replace(items=[BatchItem("audio", 1, 16, wav(100), 0, 0)]))
     with pytest.raises(FormatError, match=r"no config\.json of the model"):
         MediaInputs(folder)
