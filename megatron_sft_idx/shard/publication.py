@@ -91,12 +91,13 @@ def check_free(
         shown = (
             [paths.prefix + suffix for suffix in reversed(replaced)] if only else with_present_files(paths).present()
         )
+        exist = "already exists" if len(shown) == 1 else "already exist"
         names, remedy = ", ".join(shown), "pass overwrite (--overwrite)"
         try:
             _require_shard(paths, replaced)
         except FormatError:
             remedy = "move these files away"
-        raise FormatError(f"{paths.prefix}: {names} already exist; choose another prefix, or {remedy}")
+        raise FormatError(f"{paths.prefix}: {names} {exist}; choose another prefix, or {remedy}")
     if not any_file:
         _require_shard(paths, replaced)
     for suffix in replaced:

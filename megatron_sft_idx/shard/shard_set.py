@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, check_column_name, column_of
-from megatron_sft_idx.lines import Shown
+from megatron_sft_idx.lines import Shown, counted
 from megatron_sft_idx.shard.at_prefix import holds_shard_files, is_building
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import read_header, require_same, what_a_folder_holds
@@ -295,7 +295,7 @@ class ShardSet(Shown):
         map_headers = request_pool().map if self.remote else map
         headers = list(map_headers(read_header, self.prefixes))
         if self._expected_fingerprint not in (b"", _digest(headers)):
-            others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
+            others = f" and {counted(len(self.prefixes) - 1, 'other')}" if len(self.prefixes) > 1 else ""
             raise FormatError(
                 f"{self.prefixes[0]}{others}: the content has changed since this dataset was opened, because a shard"
                 " was replaced: start again"

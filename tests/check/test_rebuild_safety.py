@@ -190,7 +190,7 @@ def test_a_file_that_can_have_no_second_name_stays(tmp_path: Path, monkeypatch: 
     (tmp_path / "x.idx").write_bytes(b"?")
     before = tree_of(tmp_path)
     with pytest.raises(
-        FormatError, match=r"x\.idx: it cannot be kept under the name .*x\.idx\.damaged \(Operation not supp"
+        FormatError, match=r"x\.idx: it cannot be kept under the name .*x\.idx\.damaged \(Operation not supported\)"
     ):
         rebuild(tmp_path / "x")
     assert tree_of(tmp_path) == before

@@ -247,7 +247,7 @@ def test_padding_inside_packs_keeps_the_columns_of_what_is_padded() -> None:
 
 @pytest.mark.parametrize(("per", "expected"), [("token", 6), ("sequence", 4), ("pack", 3)])
 def test_a_column_has_a_row_for_each(per: Any, expected: int) -> None:
-    with pytest.raises(ValueError, match=f"column x: 5 rows, expected {expected}: one a {per}"):
+    with pytest.raises(ValueError, match=f"column x: 5 rows, expected {expected}: one per {per}"):
         dataclasses.replace(run_of(PACKS), columns={"x": column(per, np.zeros(5))})
 
 

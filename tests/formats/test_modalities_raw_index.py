@@ -265,7 +265,7 @@ def test_rows_travel_to_other_processes(made: Made, backend: Backend) -> None:
         assert pool.starmap(_row, [(rows, 1), (rows, -2)]) == [b'{"b":2}', b'{"a":1}']
     with pytest.raises(IndexError, match="no row 2; the file has 2 rows"):
         rows[2]
-    with pytest.raises(IndexError, match="row -3 of 2"):
+    with pytest.raises(IndexError, match="there is no row -3; the file has 2 rows"):
         rows[-3]
 
 

@@ -102,7 +102,7 @@ def test_ids_that_do_not_fit_are_named_and_nothing_is_left(tmp_path: Path) -> No
             writer.write(run_of([[[1]]], np.int32))
             writer.write(run_of([[[1], [2]], [[3, 65536]]], np.int32))
 
-    with pytest.raises(SequenceError, match=r":2: id 65536 in uint16, at most 65535"):
+    with pytest.raises(SequenceError, match=r":2: id 65536, but uint16 stores at most 65535"):
         write()
     assert list(tmp_path.iterdir()) == []
 

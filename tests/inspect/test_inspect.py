@@ -193,7 +193,9 @@ def test_find_looks_for_text_not_for_tokens(tmp_path: Path, text: str) -> None:
 def test_find_stops_at_its_limit(tmp_path: Path) -> None:
     write_texts(tmp_path / "x", [["ha ha ha ha"]])
     outcome = command("inspect", tmp_path / "x", "--find", "ha", "--limit", 2, "--tokenizer", TOKENIZER)
-    assert [line.split(":")[0] for line in outcome.out.splitlines()][2:] == ["stopped after 2"]
+    assert [line.split(":")[0] for line in outcome.out.splitlines()][2:] == [
+        "stopped after 2 matches; raise --limit to see more"
+    ]
     exact = command("inspect", tmp_path / "x", "--find", "ha", "--limit", 4, "--tokenizer", TOKENIZER)
     assert len(exact.out.splitlines()) == 4
     assert "stopped" not in exact.out

@@ -108,7 +108,7 @@ def test_a_folder_that_is_not_there_is_an_empty_catalog(tmp_path):
         ({"state": ["running"]}, "state is ['running'], expected running | waiting for consumers"),
         ({"reason": 3}, "reason is 3, expected a string"),
         ({"published": None}, "published is None"),
-        ({"freed": 13}, "freed is 13, expected no more than the 12 published"),
+        ({"freed": 13}, "freed is 13, expected at most the 12 published shards"),
         ({"limits": None}, "limits is None, expected an object"),
         ({"options": 1}, "options is 1, expected an object"),
         ({"input": []}, "input is [], expected an object"),

@@ -272,7 +272,10 @@ def test_an_attachment_that_lost_its_column_is_made_again(tmp_path: Path) -> Non
     leave_complete(attach)
     (tmp_path / "x.building" / ".grade.col").unlink()
     for work in (attach, partial(rebuild, tmp_path / "x")):
-        with pytest.raises(FormatError, match=r"\.grade\.col: was removed .* that wrote it again, with overwrite"):
+        with pytest.raises(
+            FormatError,
+            match=r"\.grade\.col: this file was removed before it was moved .* that wrote it again, with overwrite",
+        ):
             work()
     attach(overwrite=True)
     assert verify_shard(tmp_path / "x", full=True).ok

@@ -184,7 +184,9 @@ def test_a_publication_killed_halfway_is_finished_as_it_was_meant(tmp_path: Path
         finished += 1
         assert (remains.num_packs, remains.num_recorded) == (5, 5)
         if replaces and opens(folder / "x") and len(Shard(folder / "x")) == 3:
-            with pytest.raises(FormatError, match="exist already"):
+            with pytest.raises(
+                FormatError, match=r"/x\.seq\.idx already exist; choose another prefix, or pass overwrite"
+            ):
                 recover(folder / "x")
         assert not recover(folder / "x", overwrite=replaces).rebuilt
         assert five_files(folder / "x") == five_files(tmp_path / "calm" / "x")
@@ -215,7 +217,7 @@ def test_nothing_good_is_overwritten_unasked(tmp_path: Path) -> None:
     leave(tmp_path / "x", demo_samples(4))
     write_samples(tmp_path / "other" / "x", demo_samples(2))
     shutil.copytree(tmp_path / "other", tmp_path, dirs_exist_ok=True)
-    with pytest.raises(FormatError, match="exist already"):
+    with pytest.raises(FormatError, match=r"/x\.seq\.idx already exist; choose another prefix, or pass overwrite"):
         recover(tmp_path / "x")
     assert_holds(Shard(tmp_path / "x"), demo_samples(2))
     assert found(tmp_path / "x").num_packs == 4

@@ -473,7 +473,7 @@ def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
     assert as_torch(str(tmp_path / "0"))[0]["labels"].tolist() == [-100, -100, 9]
     with pytest.raises(FormatError, match=r"pack 0: its loss mask has weights.*loss_weights=True"):
         as_torch(str(tmp_path / "1"))[0]
-    with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
+    with pytest.raises(FormatError, match="unknown layout 'packed'; choose one of padded, flattened, flash"):
         as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]
 
 

@@ -151,7 +151,7 @@ def test_what_is_no_pair_of_the_same_images_is_refused() -> None:
     own = [[{"role": "user", "content": [{"type": "image", "image": each}, text("hello")]}] for each in (one, two)]
     with pytest.raises(RowError, match=r"no common prompt|the first message in which they differ"):
         pair_of(chosen=own[0] + good, rejected=own[1] + bad)
-    with pytest.raises(RowError, match="videos cannot"):
+    with pytest.raises(RowError, match="the row has videos; only images and audio are supported"):
         pair_of(prompt=asked, chosen=good, rejected=bad, images=[one], videos=["a.mp4"])
     chosen, rejected = pair_of(chosen=own[0] + good, rejected=own[0] + bad)
     assert chosen.messages[0] == rejected.messages[0]

@@ -358,7 +358,7 @@ def test_checkpoints_are_looked_for_at_the_start(
 
 def test_a_checkpoint_that_is_named_and_not_there(script: ModuleType, data: Path, tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("7")
-    with pytest.raises(FormatError, match=r"iter_0000007: missing, and latest_checkpointed_iteration.txt names it"):
+    with pytest.raises(FormatError, match=r"iter_0000007: missing, but latest_checkpointed_iteration.txt refers to it"):
         run(script, options(data, "--save", tmp_path))
 
 

@@ -176,7 +176,7 @@ class Damaged(StoredRows):
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     source, _ = two_shards(tmp_path)
-    with pytest.raises(ValueError, match="sequence length 41 is not a multiple of 2"):
+    with pytest.raises(ValueError, match="sequence length 41 is not a multiple of the sequence multiple 2"):
         BatchAssembler(source, 41, sequence_multiple=2)
     with pytest.raises(ValueError, match="packs of up to 40 tokens do not fit a sequence length of 32"):
         BatchAssembler(source, 32)

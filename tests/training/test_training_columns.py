@@ -386,7 +386,7 @@ def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
         config_of(paths[0], sequence_length=CAPACITY, columns=("source",), single_sequences=True)
     with unchecked():
         write_columned(tmp_path / "y", numbered_samples(3), {"source": ColumnSpec("sequence", "u4")}, capacity=CAPACITY)
-    differ = r"y: column source is uint32 x 1 per sequence, in .*x-0 uint32 x 2 per sequence;"
+    differ = r"y: column source is uint32 x 1 per sequence, but uint32 x 2 per sequence in .*x-0;"
     with pytest.raises(FormatError, match=differ):
         config_of(([paths[0], str(tmp_path / "y")], None), sequence_length=CAPACITY, columns=("source",))
 
@@ -415,7 +415,7 @@ def test_columns_that_are_not_alike_are_refused_by_the_shards_name(tmp_path: Pat
     for number, spec in enumerate((ColumnSpec("token", "f4", 8), ColumnSpec("token", "f4", 4))):
         write_columned(tmp_path / f"x-{number}", numbered_samples(3), {"topk": spec}, capacity=LENGTH)
     with pytest.raises(
-        FormatError, match=r"x-1: column topk is float32 x 4 a token, aligned with tokens, in .*x-0 float"
+        FormatError, match=r"x-1: column topk is float32 x 4 per token, .* but float32 x 8 per token, .* in .*x-0;"
     ):
         shards_of(tmp_path, ("topk",))
     one = [ShardSet.open(tmp_path / f"x-{number}", columns=("topk",)) for number in range(2)]

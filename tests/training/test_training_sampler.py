@@ -309,9 +309,9 @@ def test_packs_that_no_swap_can_even_out_are_dealt_in_few_swaps(monkeypatch: pyt
     [
         ({"micro": 0}, "micro-batch size 0"),
         ({"rank": 2}, "rank 2 of 2"),
-        ({"consumed": 40}, "40 of 40 samples are consumed"),
+        ({"consumed": 40}, r"all samples are consumed \(40 of 40\)"),
         ({"global_batch_size": 6}, "6 is not a multiple of micro-batch size 2 x 2"),
-        ({"balance_attention": True}, "give global_batch_size"),
+        ({"balance_attention": True}, "balance_attention needs global_batch_size"),
         ({"balance_attention": True, "global_batch_size": 8, "consumed": 4}, "end inside a global batch of 8"),
     ],
 )
