@@ -236,7 +236,7 @@ class NamedRows:
         >>> rows.require(np.array([[8, 1]], np.uint32))
         Traceback (most recent call last):
         ...
-        ValueError: column pair: sequences from 0 on are [[7, 0], [8, 1]], expected [n, 0] and [n, 1] (rule C10)
+        ValueError: column pair: sequences 0 and 1 have [[7, 0], [8, 1]], expected [n, 0] and [n, 1] (rule C10)
     """
 
     def __init__(self, name: str, spec: ColumnSpec) -> None:

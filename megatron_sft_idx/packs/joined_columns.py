@@ -162,7 +162,7 @@ class JoinedColumns:
         first, like = of_shards[0].prefix, of_shards[0].spec
         for prefix, columns in zip(prefixes, self._found, strict=True):
             if (found := columns.get(name)) is None:
-                return f"{prefix}: {no_column(name, columns)}, but {first} has one"
+                return f"{prefix}: {no_column(name, columns)}; {first} has column {name}"
             if found.spec.kind != like.kind:
                 return (
                     f"{prefix}: column {name} is {kind_in_words(found.spec)}, but in {first} it is"

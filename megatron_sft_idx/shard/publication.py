@@ -91,12 +91,12 @@ def check_free(
         shown = (
             [paths.prefix + suffix for suffix in reversed(replaced)] if only else with_present_files(paths).present()
         )
-        exist = "already exists" if len(shown) == 1 else "already exist"
+        exist, them = ("already exists", "it") if len(shown) == 1 else ("already exist", "them")
         names, remedy = ", ".join(shown), "pass overwrite (--overwrite)"
         try:
             _require_shard(paths, replaced)
         except FormatError:
-            remedy = "move these files away"
+            remedy = f"move {them} away"
         raise FormatError(f"{paths.prefix}: {names} {exist}; choose another prefix, or {remedy}")
     if not any_file:
         _require_shard(paths, replaced)

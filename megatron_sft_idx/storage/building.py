@@ -546,7 +546,7 @@ def require_replaceable(path: str) -> None:
     folder, user = os.stat(os.path.dirname(path) or "."), os.geteuid()
     if folder.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, folder.st_uid):
         raise FormatError(
-            f"{path}: belongs to another user, and only that user can replace files in this folder (sticky bit);"
+            f"{path}: belongs to another user, and in this folder only the owner of a file can replace it (sticky bit);"
             " choose another name"
         )
 

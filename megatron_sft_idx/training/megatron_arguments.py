@@ -282,7 +282,7 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
         )
     if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * ranks) < args.seq_length:
         yield (
-            f"--max-seqlen-per-dp-cp-rank allows {room} tokens on the {ranks} ranks that share a sequence, but"
+            f"--max-seqlen-per-dp-cp-rank allows {room} tokens (ranks that share a sequence: {ranks}), but"
             f" sequences have up to --seq-length {args.seq_length} tokens; raise the first or lower the second"
         )
 

@@ -190,7 +190,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     assert done.code == 1
     assert "x.source.col: belongs to shard " in done.err
     assert "tokens, masks, starts or pack lengths have changed, or this file belongs to another shard" in done.err
-    for claim in ("lost", "whole", "good", "attach", "merge"):
+    for claim in ("lost", "complete", "good", "attach", "merge"):
         assert claim not in done.err + done.out
     assert tree_of(tmp_path) == before
     # The user restores the changed file from a copy, or declares that the columns belong to another shard.
@@ -200,7 +200,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
         for suffix in COLUMNS:
             os.rename(tmp_path / f"x{suffix}", away / f"x{suffix}")
         said = command("rebuild", tmp_path / "x")
-        assert (said.code, "follows all rules; no checksum was left" in said.out, "whole" in said.out) == (
+        assert (said.code, "follows all rules; no checksum was left" in said.out, "complete" in said.out) == (
             0,
             True,
             False,
@@ -213,7 +213,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
         assert again.code == 1
         assert again.out.count("found a column of shard ") == 2
         assert again.err.endswith("and it is unknown which ones; see the lines above\n")
-        for claim in ("lost", "whole", "the five files are good", "attach", "merge"):
+        for claim in ("lost", "complete", "the five files are good", "attach", "merge"):
             assert claim not in again.err + again.out
         found = verify_shard(tmp_path / "x", full=True).findings
         assert [finding.rule for finding in found] == ["C6", "C6"]

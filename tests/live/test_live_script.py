@@ -194,7 +194,7 @@ def test_bad_rows_stop_the_run_or_are_left_out(script: ModuleType, tmp_path: Pat
     rows[4] = {"messages": []}
     folder = finished(tmp_path / "chunks", rows)
     more = [*RAW, "--live-window", 0]
-    with pytest.raises(ValueError, match=r"chunk_00001.jsonl:2: messages is empty; --on-bad-row skip"):
+    with pytest.raises(ValueError, match=r"chunk_00001.jsonl:2: messages is empty; pass --on-bad-row skip"):
         run(script, options(folder, *more))
     lenient = run(script, options(folder, *more, "--on-bad-row", "skip"))
     assert [bool(row["loss_mask"].any()) for row in lenient.rows] == [True, True, True, True, False, True]

@@ -136,7 +136,9 @@ def test_a_shard_without_a_column_is_named(catalog: Path, odd: int) -> None:
 def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
     remove(catalog, 3)
     write(catalog, 3, COUNTS[3], {A_SEQUENCE: ColumnSpec("sequence", np.int64)})
-    with pytest.raises(FormatError, match=rf"shard 3: column {A_SEQUENCE} is int64 x 1 a .*shard 5 int32 x 1"):
+    with pytest.raises(
+        FormatError, match=rf"shard 3: column {A_SEQUENCE} is int64 x 1 per sequence, but int32 x 1 per .*shard 5;"
+    ):
         read(catalog, A_SEQUENCE)
 
 

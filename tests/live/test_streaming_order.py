@@ -305,7 +305,9 @@ def test_states_of_several_steps_or_jobs_do_not_go_together() -> None:
 @pytest.mark.parametrize("change", [{"open_shards": [1]}, {"open_packs": 99}])
 def test_a_state_of_another_catalog_is_refused(change: dict[str, Any]) -> None:
     state = RankState.from_json({**saved(steps=1)[0], "packs": 2000, **change})
-    with pytest.raises(FormatError, match="memory: the state"):
+    with pytest.raises(
+        FormatError, match=r"memory: in the state, rank 0 of 2 was at .*, but this catalog leads to shards"
+    ):
         list(walk(MemoryShards([4, 4, 4, 4]), state))
 
 

@@ -207,7 +207,7 @@ def test_a_split_that_somebody_else_wrote_is_not_believed(tmp_path: Path, part: 
 
 def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
     write_pairs(tmp_path / "s", PAIRED[:1], [2**32 - 1])
-    with pytest.raises(FormatError, match=r"s\.pair\.col: pair 8,589,934,591 of all shards"):
+    with pytest.raises(FormatError, match=r"s\.pair\.col: pair number 8,589,934,591, counted over all shards"):
         merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
     assert not list(tmp_path.glob("x.*"))
 
@@ -215,7 +215,7 @@ def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (None, r"t: has no column note; it has .*, but .*s has one; a merged shard can only have columns that"),
+        (None, r"t: has no column note; it has .*; .*s has column note; a merged shard can only have columns that"),
         (
             ColumnSpec("pack", "f4"),
             r"t: column note is float32 x 1 .*, but in .*s it is uint16 x 2 .*, aligned with lab",

@@ -129,7 +129,7 @@ def test_a_mismatch_is_refused_with_both_values_before_anything_is_written(
     before = folder_of(tmp_path)
     with pytest.raises(FormatError) as caught:
         merged([str(tmp_path / name) for name in ("a", "empty", "b")], tmp_path / "m")
-    assert str(caught.value).startswith(f"{tmp_path}/b: {field} {found}, in {tmp_path}/a {expected}; ")
+    assert str(caught.value).startswith(f"{tmp_path}/b: {field} {found}, but {expected} in {tmp_path}/a; ")
     assert folder_of(tmp_path) == before
 
 

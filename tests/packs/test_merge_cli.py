@@ -73,7 +73,7 @@ def test_a_mismatch_ends_with_1_and_both_values(tmp_path: Path, capsys: pytest.C
     command = ["merge", str(tmp_path / "a"), str(tmp_path / "b"), "--output-prefix", str(tmp_path / "m")]
     assert main(command) == 1
     error = capsys.readouterr().err
-    assert f"error: {tmp_path}/b: capacity 32, in {tmp_path}/a 64; " in error
+    assert f"error: {tmp_path}/b: capacity 32, but 64 in {tmp_path}/a; " in error
     assert "--mixed-capacity" in error
     assert main([*command, "--mixed-capacity"]) == 0
     assert Shard(tmp_path / "m").header.capacity == 64

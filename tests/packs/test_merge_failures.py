@@ -114,7 +114,7 @@ def test_only_overwrite_replaces_a_shard(tmp_path: Path) -> None:
 
 
 def test_no_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="name at least one"):
+    with pytest.raises(FormatError, match="the list of shards is empty; pass at least one"):
         merged([], tmp_path / "m")
 
 

@@ -71,7 +71,7 @@ def test_of_other_formats(folder: Path, tmp_path: Path, name: str) -> None:
     ("said", "words"),
     [
         ("x: has no column source; it has late, score, topic; ", ("inspect", "x", "--row", "a.jsonl:1")),
-        ("s: has no column late; it has source; x has one; ", ("merge", "s", "x", "--output-prefix", "out")),
+        ("s: has no column late; it has source; x has column late; ", ("merge", "s", "x", "--output-prefix", "out")),
     ],
 )
 def test_of_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str, words: tuple[object, ...]) -> None:
@@ -120,6 +120,6 @@ def test_of_batches_and_losses(folder: Path) -> None:
 
 def test_a_writer_lists_what_it_was_opened_for(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "x", columns=SPECS) as writer:
-        with pytest.raises(ValueError, match="columns nope; this writer was opened for score, topic"):
+        with pytest.raises(ValueError, match="columns nope, but this writer was opened for score, topic"):
             writer.add_pack([1, 2], [1, 0], [0], columns={"nope": [1]})
         writer.add_pack([1, 2], [1, 0], [0], columns={"score": [1], "topic": [2]})

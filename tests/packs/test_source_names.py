@@ -143,7 +143,7 @@ def test_a_name_that_two_files_have_means_neither() -> None:
 def test_of_very_many_names_the_nearest_are_listed() -> None:
     names = [f"{number:03}.jsonl" for number in range(200)] + ["chats.jsonl", "deep/more.jsonl"]
     for spelling, nearest in (("chat.jsonl", "chats.jsonl, 000"), ("old/more.jsonl", "deep/more.jsonl, 000")):
-        with pytest.raises(FormatError, match=rf"there are {nearest}\.jsonl, .* and 192 more$"):
+        with pytest.raises(FormatError, match=rf"the input files are {nearest}\.jsonl, .* and 192 more$"):
             find_name(spelling, names, "x")
 
 

@@ -150,10 +150,14 @@ def test_half_a_line_with_a_successor_is_torn(tmp_path: Path) -> None:
     put(tmp_path, 0, '{"a": 1}\n{"a')
     folder = folder_of(tmp_path)
     assert not folder.is_whole(0, None)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although the end is declared; its"):
+    with pytest.raises(
+        FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although the end is declared; its"
+    ):
         folder.is_whole(0, 1)
     put(tmp_path, 1)
-    with pytest.raises(FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although a later chunk exists; its"):
+    with pytest.raises(
+        FormatError, match=r"chunk_00000.jsonl: the last line is incomplete, although a later chunk exists; its"
+    ):
         folder.is_whole(0, None)
 
 
@@ -221,10 +225,10 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     assert len(chunk) == 4
     limits, encoding = Limits(64, 1), EncodingOptions(str(TOKENIZER))
     strict = LiveChunks(".", limits, encoding)
-    with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; pass --on-bad-row skip to train without"):
+    with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; pass --on-bad-row skip"):
         strict.packs(chunk, [0, 1])
     with pytest.raises(
-        SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, but a pack can have 64; raise --seq-length"
+        SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, but a pack has room for 64; raise --seq-length"
     ):
         strict.packs(chunk, [2])
     lenient = LiveChunks(".", limits, encoding, on_bad_row="skip")
@@ -242,7 +246,7 @@ def test_packs_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     most, positions = len(packs[3].starts), packs[3].padded(8)
     for limits, vocab_size, message in (
         (Limits(positions, most, 8), None, None),
-        (Limits(positions - 1, most, 8), None, "with sequences padded to multiples of 8, but a pack can have"),
+        (Limits(positions - 1, most, 8), None, "with sequences padded to multiples of 8, but a pack has room for"),
         (Limits(positions, most - 1, 8), None, "raise --max-sequences-per-pack"),
         (Limits(positions, most, 8), max(packs[3].tokens), "raise --vocab-size"),
     ):

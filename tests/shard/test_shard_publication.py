@@ -83,7 +83,7 @@ def test_a_clean_exit_after_finalize_or_abandon_does_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_nothing_is_overwritten_unasked(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"x{suffix}").write_bytes(b"precious")
-    with pytest.raises(FormatError, match=f"x{suffix} exist"):
+    with pytest.raises(FormatError, match=f"x{suffix} already exists; choose another prefix, or move it away"):
         ShardWriter(tmp_path / "x")
     assert (tmp_path / f"x{suffix}").read_bytes() == b"precious"
     assert folder_of(tmp_path) == [f"x{suffix}"]
@@ -92,7 +92,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, suffix: str) -> None:
 def test_a_shard_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", durable=False)
     (tmp_path / "x.idx").write_bytes(b"precious")
-    with pytest.raises(FormatError, match=r"x\.idx exist"):
+    with pytest.raises(FormatError, match=r"someone else created \S+/x\.idx in the meantime"):
         writer.finalize()
     assert folder_of(tmp_path) == ["x.idx"]
     assert (tmp_path / "x.idx").read_bytes() == b"precious"

@@ -92,7 +92,7 @@ def test_the_vocabulary_is_known_before_the_first_pack(tmp_path: Path) -> None:
     ("spec", "rows", "message"),
     [
         (SOURCE, [[0, 1], [2, 0]], r"sequence 1 is from file 2, expected a number below 2 \(rule C9\)"),
-        (PAIR, [[3, 0], [4, 1]], r"are \[\[3, 0\], \[4, 1\]\], expected \[n, 0\] and \[n, 1\] \(rule C10\)"),
+        (PAIR, [[3, 0], [4, 1]], r"have \[\[3, 0\], \[4, 1\]\], expected \[n, 0\] and \[n, 1\] \(rule C10\)"),
         (PAIR, [[3, 1], [3, 0]], "rule C10"),
     ],
 )

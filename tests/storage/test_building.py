@@ -633,7 +633,9 @@ def test_another_users_file_in_a_sticky_folder_is_refused_before_the_first_is_re
     write_old(tmp_path / "x")
     before = look(tmp_path)
     foreign(name)
-    with pytest.raises(FormatError, match=rf"{name}: belongs to another user.* \(sticky\) .*; choose another name"):
+    with pytest.raises(
+        FormatError, match=rf"{name}: belongs to another user, and .* only the owner .* \(sticky bit\); choose"
+    ):
         write_new(tmp_path / "x")
     monkeypatch.undo()
     assert look(tmp_path) == before

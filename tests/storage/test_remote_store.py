@@ -68,9 +68,9 @@ def test_a_key_that_libraries_change_is_refused(key: str) -> None:
 
 
 def test_a_path_without_a_bucket_is_refused() -> None:
-    with pytest.raises(FormatError, match="no bucket"):
+    with pytest.raises(FormatError, match="the bucket is missing"):
         open_store("s3:///x")
-    with pytest.raises(FormatError, match="no profile"):
+    with pytest.raises(FormatError, match="the profile is missing"):
         open_store("msc://")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def outcome(prefix: Path, done: Outcome) -> Any:
     assert done.code == 0, done.err
     header = read_header(prefix).metadata
     said = [
-        line for line in done.out.splitlines() if not line.startswith(("wrote", "seconds", "  first", "  to train on"))
+        re.sub(r"first in .*\.jsonl(\.gz)?:", "first in ", line)
+        for line in done.out.splitlines()
+        if not line.startswith(("wrote", "seconds", "  first", "  to train on"))
     ]
     skipped = [line.partition("jsonl")[2] for line in done.err.splitlines() if line.startswith("skipped")]
     files = {

@@ -162,8 +162,11 @@ def test_torchtitan_goes_on_where_it_stopped_and_nowhere_else(tmp_path: Path, pr
     assert taken(resumed, 6) == whole[4:]
     write_shard(tmp_path / "others", 1)
     for other, said in (
-        (TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1), "seed 0, but this template has 1"),
-        (TorchtitanPacks(prefix, LENGTH), "world_size 2, but this template has 1"),
+        (
+            TorchtitanPacks(prefix, LENGTH, world_size=2, seed=1),
+            "seed 0, but this run has 1, so packs would be repeated or lost",
+        ),
+        (TorchtitanPacks(prefix, LENGTH), "world_size 2, but this run has 1"),
         (TorchtitanPacks(tmp_path / "others", LENGTH, world_size=2), "with fingerprint"),
     ):
         with pytest.raises(FormatError, match=said):

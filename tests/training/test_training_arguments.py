@@ -61,10 +61,16 @@ def given(**changed: Any) -> Namespace:
         ),
         ({"use_varlen_dataset": True}, "--sequence-packing-scheduler None: .* use .* dp_balanced, or leave"),
         ({"sequence_packing_scheduler": "other"}, "--sequence-packing-scheduler other: .* dp_balanced"),
-        ({**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8}, "allows 8 tokens .* --seq-length 32; raise"),
+        (
+            {**SCHEDULED, "max_seqlen_per_dp_cp_rank": 8},
+            r"allows 8 tokens \(ranks that share a sequence: 1\), .* --seq-length 32 tokens; raise",
+        ),
         ({**SCHEDULED, "dynamic_context_parallel": True}, "-scheduler dp_balanced: .* use .* default_dynamic_cp, or"),
         ({**DYNAMIC, "dynamic_context_parallel": False}, "-scheduler default_dynamic_cp: .* use .* dp_balanced, or"),
-        ({**DYNAMIC, "data_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 8}, "16 tokens on the 2 ranks .*; raise"),
+        (
+            {**DYNAMIC, "data_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 8},
+            r"16 tokens \(ranks that share a sequence: 2\), .*; raise",
+        ),
         ({**DYNAMIC, "data_parallel_size": 3, "context_parallel_size": 2}, "size is 6; .* a power of two"),
         (
             {"eval_micro_batch_size": 4, "tensor_model_parallel_size": 2},
@@ -159,7 +165,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(chats: str) -> None:
     args = given(seq_length=544, data_path=[chats], padded_vocab_size=2000)
     train_valid_test_datasets_provider([4, 0, 0], args=args)
     args.padded_vocab_size = 1999
-    with pytest.raises(FormatError, match=r"2000 tokens, but the model's vocabulary 1999; raise --vocab-size"):
+    with pytest.raises(FormatError, match=r"2000 tokens, but the model's vocabulary has 1999; raise --vocab-size"):
         train_valid_test_datasets_provider([4, 0, 0], args=args)
 
 

@@ -244,7 +244,7 @@ def test_pairs_that_fit_no_pack_once_padded_are_refused_before_anything_is_built
         writer.add_pack(np.arange(8), np.zeros(8), [0, 3], columns={"pair": [[0, 0], [0, 1]]})
     options = {"sequence_length": 8, "index_only_packing": True, "columns": ("pair",)}
     assert config_of(str(tmp_path / "x"), **options).sequence_multiple == 1
-    with pytest.raises(SequenceError, match="1 of 1 pairs are longer than 8 tokens, the longest has 12"):
+    with pytest.raises(SequenceError, match=r"1 of 1 pairs are longer than 8 tokens \(the longest has 12\)"):
         config_of(str(tmp_path / "x"), sequence_multiple=4, **options)
 
 

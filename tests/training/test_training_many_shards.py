@@ -69,7 +69,7 @@ def test_a_batch_meets_a_changed_shard(tmp_path: Path, no_maps: None) -> None:
     rewritten(tmp_path / "s0.loss.bin")
     assert batches_of(source, [[0, 8, 1, 20]]) == before
     write_samples(tmp_path / "s3", PACKS[20:32], capacity=64, overwrite=True)
-    with pytest.raises(FormatError, match=r"s3: .*another shard was published"):
+    with pytest.raises(FormatError, match=r"s3: .*another shard has replaced it"):
         batches_of(source, [[0, 8, 1, 20]])
 
 

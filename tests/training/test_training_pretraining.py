@@ -306,10 +306,10 @@ def damaged(folder: Path, what: str) -> str:
         return "truncated or changed"
     if what == "no index":
         idx.unlink()
-        return "web.idx is not there"
+        return "web.idx does not exist"
     if what == "no data":
         data.unlink()
-        return "web.bin is not there"
+        return "web.bin does not exist"
     if what == "another file":
         idx.write_bytes(b"x" * 100)
         return "is not a Megatron index"

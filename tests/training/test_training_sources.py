@@ -229,7 +229,7 @@ def test_overlong_sequences_are_counted(tmp_path: Path) -> None:
     write_samples(tmp_path / "a", corpus)
     shards = ShardSet.open(tmp_path)
     for call in (lambda options: PlannedPacks(shards, options), lambda options: require_fit(shards, options)):
-        with pytest.raises(SequenceError, match="2 of 5 sequences are longer than 16 tokens \(the longest has 20\)"):
+        with pytest.raises(SequenceError, match=r"2 of 5 sequences are longer than 16 tokens \(the longest has 20\)"):
             call(PlanOptions(18, sequence_multiple=4))
     PlannedPacks(shards, PlanOptions(20))
 
