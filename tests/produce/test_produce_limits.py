@@ -276,5 +276,5 @@ def test_an_error_during_a_wait_is_not_hidden_by_a_state_that_cannot_be_written(
 def test_limits_out_of_range_are_refused_before_anything_is_made(catalog, name, value):
     """The command line checks these itself; for Python callers, this is the only check."""
     packing = PackOptions(40, max_sequences_per_pack=8)
-    with pytest.raises(FormatError, match=f"{name} {value}, expected {value + 1} or more"):
+    with pytest.raises(FormatError, match=f"{name} {value}: expected {value + 1} or more"):
         ProduceOptions(["rows.jsonl"], None, catalog.folder, EncodingOptions(""), packing, 400, **{name: value})

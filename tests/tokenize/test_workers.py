@@ -183,7 +183,7 @@ def test_only_a_few_items_are_taken_ahead(tmp_path):
 def test_an_interrupt_while_workers_start_is_the_parents_alone(tmp_path):
     """Ctrl-C reaches the whole process group; workers that are still importing print no tracebacks."""
     script = (
-        f"import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        f"import os, signal, sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
         "import test_workers\n"
         "signal.signal(signal.SIGINT, lambda *_: None)\n"
         f"with test_workers.squaring({str(tmp_path)!r}, range(3)) as results:\n"
@@ -244,7 +244,7 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     """The parent cannot clean up; its workers must not wait for it endlessly."""
     script = tmp_path / "parent.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        f"import sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
         "from test_workers import squaring\n"
         "if __name__ == '__main__':\n"
         f"    with squaring({str(tmp_path)!r}, range(10**6)) as results:\n"
