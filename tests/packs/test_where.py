@@ -126,6 +126,7 @@ def as_text(chance: random.Random, condition: tuple[str, str, float]) -> str:
     return space.join(("", condition[0], condition[1], f"{condition[2]:g}", ""))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mask_dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_packed_is_what_a_plain_filter_takes(

@@ -83,6 +83,7 @@ def test_every_sequence_has_the_values_of_its_row_whoever_works(tmp_path: Path, 
     assert (other.code, "keep fields more was None, is 'float64'" in other.err) == (1, True), other
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("corpus", [(), ("--keep-corpus",)])
 def test_rows_are_chosen_and_weighted_by_what_was_kept(
@@ -356,6 +357,7 @@ def test_a_dry_run_shows_what_is_kept_and_left_out(tmp_path: Path, workers: int)
     assert said in done.out
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "more",

@@ -128,7 +128,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "options"), JOBS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, make, options, workers):

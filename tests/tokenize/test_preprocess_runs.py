@@ -38,7 +38,7 @@ def test_refuses_to_overwrite(tmp_path):
     before = files_of(tmp_path / "x")
     refused = preprocess(tmp_path / "x", "--seed", 5)
     assert refused.code == 1
-    assert "packing seed was 0, is 5; pass --overwrite" in refused.err
+    assert "packing seed was 0, is 5; use another prefix, or pass --overwrite" in refused.err
     assert files_of(tmp_path / "x") == before
     assert preprocess(tmp_path / "x", "--seed", 5, "--overwrite").code == 0
     assert files_of(tmp_path / "x") != before

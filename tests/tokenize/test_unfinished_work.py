@@ -62,7 +62,7 @@ def left_whole(work: Any) -> None:
 def test_a_split_that_is_refused_leaves_the_packs_of_a_program(tmp_path: Path) -> None:
     write_samples(tmp_path / "s", PACKS, capacity=64)
     leave_packs(tmp_path / "x-00001-of-00002")
-    with pytest.raises(FormatError, match="recover its packs"):
+    with pytest.raises(FormatError, match="Recover its packs"):
         split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2))
     assert packs_left(tmp_path / "x-00001-of-00002") == 4
     assert not (tmp_path / "x-00000-of-00002.building").exists()
@@ -72,7 +72,7 @@ def test_a_merge_that_finds_itself_leaves_the_packs_of_a_program(tmp_path: Path)
     write_samples(tmp_path / "s", PACKS, capacity=64)
     merge([tmp_path / "s"], tmp_path / "x")
     leave_packs(tmp_path / "x")
-    with pytest.raises(FormatError, match="recover its packs"):
+    with pytest.raises(FormatError, match="Recover its packs"):
         merge([tmp_path / "s"], tmp_path / "x")
     assert packs_left(tmp_path / "x") == 4
 
@@ -166,7 +166,7 @@ def test_an_old_folder_that_a_stranger_came_into_before_a_kill_is_not_removed(tm
 
     assert killed_at(10**9, dies)
     for _ in range(2):
-        with pytest.raises(FormatError, match="holds notes"):
+        with pytest.raises(FormatError, match="found notes"):
             write(b"ours newer")
     assert (tmp_path / "d.building/output/notes").read_bytes() == b"notes"
     assert (tmp_path / "d/a").read_bytes() == b"ours new"

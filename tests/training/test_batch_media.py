@@ -468,7 +468,7 @@ def test_what_cannot_be_is_an_error(processor: Any, folder: Path, inputs: MediaI
     hybrid = LlavaConfig(
         text_config={"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 4, "num_hidden_layers": 4}
     )
-    with pytest.raises(FormatError, match=r"has layers of the type linear_attention .* would see each other"):
+    with pytest.raises(FormatError, match=r"has layers of the type linear_attention, in which .* would see each other"):
         MediaInputs(folder, hybrid)
     with pytest.raises(FormatError, match="supports neither images nor audio"):
         MediaInputs(processor.tokenizer, BertConfig())
@@ -526,7 +526,7 @@ def test_a_model_around_another_is_told_from_it(processor: Any, folder: Path, tm
     from transformers import LlamaConfig, LlavaConfig, Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
 
     for config in (LlamaConfig(), Qwen2_5OmniConfig()):
-        with pytest.raises(FormatError, match="takes no pixel_values, which LlavaProcessor makes"):
+        with pytest.raises(FormatError, match="does not accept pixel_values, which LlavaProcessor returns"):
             MediaInputs(folder, config)
     qwen2_audio(tmp_path / "audio")
     with pytest.raises(FormatError, match="LlavaModel takes no input_features"):
