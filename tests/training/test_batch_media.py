@@ -529,6 +529,6 @@ def test_a_model_around_another_is_told_from_it(processor: Any, folder: Path, tm
         with pytest.raises(FormatError, match="does not accept pixel_values, which LlavaProcessor returns"):
             MediaInputs(folder, config)
     qwen2_audio(tmp_path / "audio")
-    with pytest.raises(FormatError, match="LlavaModel takes no input_features"):
+    with pytest.raises(FormatError, match="LlavaModel does not accept input_features"):
         MediaInputs(tmp_path / "audio", LlavaConfig())
     assert "three-dimensional" in repr(MediaInputs(folder, Qwen2_5OmniThinkerConfig()))
