@@ -6,6 +6,7 @@ import base64
 import functools
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -174,9 +175,9 @@ def test_paths_begin_at_the_input_or_at_the_root_and_do_not_leave_it(tmp_path: P
         (beside, (), 0, ""),
         (other, (), 1, "pass --media-root FOLDER, the folder of the files"),
         (other, root, 0, ""),
-        (outside, root, 1, "is not in"),
+        (outside, root, 1, "is outside"),
         (whole, (), 0, ""),
-        (whole, root, 1, "is not in"),
+        (whole, root, 1, "is outside"),
         (beside, ("--media-root", tmp_path / "missing"), 2, "folder not found"),
     ):
         outcome = cli(tmp_path, processor, source, *given, "--overwrite")
@@ -190,7 +191,7 @@ def test_a_link_out_of_the_root_is_refused(tmp_path: Path, processor: Path) -> N
     (tmp_path / "in" / "pictures").symlink_to(tmp_path / "secret" / "pictures")
     outcome = cli(tmp_path, processor, write(tmp_path / "in" / "rows.jsonl", chats(NAMES)))
     assert outcome.code == 1
-    assert "is not in" in outcome.err
+    assert "is outside" in outcome.err
 
 
 def test_options_of_media_go_with_a_processor(tmp_path: Path, processor: Path) -> None:
@@ -284,7 +285,7 @@ def test_parts_of_an_interrupted_job_are_used_if_their_files_are_the_same(
         with monkeypatch.context() as patch:
             patch.setattr("megatron_sft_idx.tokenize.job.log_line", lines.append)
             resumed = run(source, prefix, processor, max_rows=max_rows)
-        assert any("parts reused" in line for line in lines) is not changes
+        assert any(re.search("parts? reused", line) for line in lines) is not changes
         assert resumed.header.shard_id == whole.header.shard_id
         found, expected = files_at(prefix), files_at(tmp_path / "whole")
         assert found == expected

@@ -233,7 +233,7 @@ def test_a_kill_during_a_save_leaves_no_checkpoint_that_is_not_whole(
     process.wait()
     run(script, same)
     told = capsys.readouterr().out
-    said = f"{checkpoints}/unfinished: a killed run did not finish this checkpoint, and saved none before\n"
+    said = f"{checkpoints}/unfinished: a killed run did not finish this checkpoint, and saved none before it\n"
     assert said in told or f"resuming from {checkpoints}/iter_0" in told
     assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{n:07d}" for n in range(1, 11)), LATEST]
 
