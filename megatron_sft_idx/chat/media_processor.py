@@ -199,7 +199,7 @@ class MediaProcessor:
                 given["sampling_rate"] = rate
             made = self._processor(text=[text], return_text_replacement_offsets=True, add_special_tokens=False, **given)
             replaced, ids = made[_OFFSETS][0], [*map(int, made["input_ids"][0])]
-        except Exception as error:  # errors of its own code
+        except Exception as error:  # from the code of the processor
             shown = ", ".join(_shown(*each) for each in sizes)
             raise RowError(f"the processor rejects {shown}: {brief(str(error))}") from None
         if len(replaced) != len(sizes):
@@ -300,7 +300,7 @@ def load_from_folder(what: str, loader: Any, folder: str) -> Any:
     """
     try:
         return loader.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # errors of its own code
+    except Exception as error:  # from the code of the processor
         raise FormatError(f"{folder}: transformers cannot load a {what} from it: {brief(str(error))}") from None
 
 

@@ -310,7 +310,7 @@ def add_parser(verbs: Verbs) -> None:
         f"""
         --workers N  number of tokenising processes; 0 tokenises in the main process; with --engine ray, maximum number
             of parallel tasks; the output does not depend on it (default: the number of processors,
-            {available_cpus()} here, or those of the cluster)
+            {available_cpus()} here, or the CPUs of the cluster)
         --engine  where to tokenise: on this machine, or on a Ray cluster whose nodes have input, tokenizer and output
             at the same paths; the output does not depend on it (default: %(default)s)
         --ray-address ADDRESS  address of a running cluster, HOST:PORT or auto (default: start a cluster on this

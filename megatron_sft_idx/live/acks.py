@@ -247,7 +247,7 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
 
 
 class ConsumerAcks(Shown):
-    """The acknowledgements as one rank uses them: it reads all of its own consumer, and writes its own.
+    """The acknowledgements as one rank uses them: it reads all ranks' and writes only its own.
 
     Args:
         folder: folder of all acknowledgements, ``ack_folder(...)``.

@@ -351,7 +351,7 @@ def _outlook(
         yield f"left out        {int((~kept).sum()):,} of {counted(len(kept), 'sequence')} left out by --where"
     if read.skipped and options.encoding.on_bad_row == "error":
         rows = counted(read.skipped, "row")
-        reasons.append(f"{rows} cannot be used; correct them, or skip them with --on-bad-row skip")
+        reasons.append(f"{rows} cannot be used; correct the input, or pass --on-bad-row skip")
     elif options.max_bad_rows is not None:
         try:
             options.max_bad_rows.require(read, read.rows if full else None, "the input")

@@ -236,7 +236,7 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     with pytest.raises(FormatError, match="used as both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
-    with pytest.raises(FormatError, match=r"x-00001-of-00003.*(exist already|already exist)"):
+    with pytest.raises(FormatError, match=r"x-00001-of-00003.*already exist"):
         cut(tmp_path / "y", tmp_path / "x", packs=1)
     prefixes = cut(tmp_path / "y", tmp_path / "x", packs=1, overwrite=True)
     assert_holds(Shard(prefixes[1]), packs[1:2])
@@ -324,7 +324,7 @@ def test_it_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: Path) -
         cut(tmp_path / "x", tmp_path / "p", shards=3)
     cut(tmp_path / "x", tmp_path / "p", shards=3, overwrite=True)
     write_samples(tmp_path / "x", demo_samples(7), capacity=64, overwrite=True)
-    with pytest.raises(FormatError, match=r"exist already|already exist"):
+    with pytest.raises(FormatError, match="already exist"):
         cut(tmp_path / "x", tmp_path / "p", packs=3)
     cut(tmp_path / "x", tmp_path / "p", packs=3, overwrite=True)
     assert_holds(Shard(prefixes[1]), demo_samples(7)[3:6])

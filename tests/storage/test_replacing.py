@@ -1,4 +1,4 @@
-"""Every writer may replace only outputs of its own kind, recognised by content, and never through a link."""
+"""Every writer may replace only outputs of the same kind, recognised by content, and never through a link."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, ch
     assert done.out.count("  first rows    ") == 2
     assert "  first rows    1 (1 cannot be used): 0 sequences, 0 tokens, 0 trained" in done.out
     assert f"bad row         {bad}:1: messages is empty" in done.out
-    assert "would stop      1 row cannot be used; correct them, or skip them with --on-bad-row skip" in done.out
+    assert "would stop      1 row cannot be used; correct the input, or pass --on-bad-row skip" in done.out
     assert re.search(
         r"\d+ of \d+ sequences are longer than 64 tokens: good.jsonl:\d+ \(\d+ tokens\), good.jsonl:\d+ \(\d+ tokens\),"
         r" good.jsonl:\d+ \(\d+ tokens\) and \d+ more; choose --overlong drop, truncate or split",
