@@ -23,12 +23,12 @@ LAYERS = [
     {"cli", "__main__", "pretrain"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]
+FACES, WORK, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]
 # The package's __init__ exports names of every layer, lazily. Modules of the package do not import from it.
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"tokenize", "produce", "inspect"}
+LIGHT_WORK = {"tokenize", "produce", "inspect"}
 # Modules for producers and training: the documents of a live catalog, and waiting for them.
 LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.documents", "live.live_order", "live.waiting"}
 # Imported inside functions, never when one of our modules is imported.
@@ -56,7 +56,7 @@ def is_light(module: str) -> bool:
     """Return whether importing this module of the package must not import torch or Megatron."""
     _, _, inner = module.partition(".")
     top = inner.partition(".")[0]
-    return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_VERBS or inner in LIGHT_MODULES
+    return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_WORK or inner in LIGHT_MODULES
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _inner_edge(top: str, level: int, edge: Import) -> Iterator[str]:
         yield "a name of the package's __init__; import it from its module"
     elif LEVEL[name] > level:
         yield f"which is above {top}"
-    elif level == VERBS == LEVEL[name] and name != top and edge.base.count(".") > 1:
-        yield f"the inside of {name}; verbs use each other's public names only"
+    elif level == WORK == LEVEL[name] and name != top and edge.base.count(".") > 1:
+        yield f"the inside of {name}; the folders of commands use each other's public names only"
 
 
 def size_complaints(source: str, name: str) -> list[str]:
@@ -158,7 +158,7 @@ def front_door_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
     return complaints
 
 
-def is_verb(module: str, source: str) -> bool:
+def is_command(module: str, source: str) -> bool:
     """Return whether a module implements a command of the command line.
 
     Such a module is named like the function it calls.
@@ -176,7 +176,7 @@ def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str,
     folders: dict[str, set[str]] = {}
     for module, is_package, source in named:
         folder, _, name = module.rpartition(".")
-        if not is_package and not is_verb(module, source):
+        if not is_package and not is_command(module, source):
             folders.setdefault(name, set()).add(folder.partition(".")[2])
     several = {name: found for name, found in folders.items() if len(found) > 1}
     new = [

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
+from megatron_sft_idx.cli.options import Commands, add_command, add_log_interval, declare, local_path
 from megatron_sft_idx.formats.bridge import Padding, summary_path
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.modalities import create_raw_index
@@ -87,9 +87,9 @@ _WRITER = {"row_group_size": "parquet", "samples_per_chunk": "jsonl-chunks"}
 _MAX_NOTES = 20
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verbs ``convert`` and ``create-raw-index``."""
-    parser = add_verb(verbs, "convert", "convert packed data from one format to another", _HELP, _convert)
+def add_parser(commands: Commands) -> None:
+    """Add the commands ``convert`` and ``create-raw-index``."""
+    parser = add_command(commands, "convert", "convert packed data from one format to another", _HELP, _convert)
     named_as_a_keyword: dict[str, Any] = {"from": {"dest": "source_format", "choices": READABLE}}
     declare(
         parser,
@@ -126,7 +126,7 @@ def add_parser(verbs: Verbs) -> None:
     add_log_interval(parser, "packs")
 
     line = "index the rows of a JSON-lines file, for reading in any order"
-    parser = add_verb(verbs, "create-raw-index", line, _RAW_HELP, _create_raw_index)
+    parser = add_command(commands, "create-raw-index", line, _RAW_HELP, _create_raw_index)
     declare(
         parser,
         """

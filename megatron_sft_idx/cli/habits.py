@@ -1,4 +1,4 @@
-"""Advice for options and verbs that do not exist: names from other trainers, then the nearest name.
+"""Advice for options and commands that do not exist: names from other trainers, then the nearest name.
 
 Command lines and ``--config`` files use the same functions.
 """
@@ -12,7 +12,7 @@ from megatron_sft_idx.errors import did_you_mean, nearest_names
 
 # ---- the table ----
 
-# For each set of names: the option that a verb must have for the line to apply ("" for every verb), the names in
+# For each set of names: the option that a command must have for the line to apply ("" for every command), the names in
 # Megatron-LM, Megatron-Bridge, NeMo, LLaMA-Factory, ms-swift and TRL, and what to write here. If several lines have the
 # same name, the first one that applies counts.
 _HABITS = (
@@ -136,12 +136,12 @@ _HABITS = (
     ("", "resume resume-from-checkpoint", "run the same command again; it continues the interrupted run"),
     ("--lossy", "allow-loss", "--lossy leaves out what the result has no place for"),
 )
-# Options that do not exist for verbs with positional arguments, because an argument takes the value.
+# Options that do not exist for commands with positional arguments, because an argument takes the value.
 _INPUTS = "input input-prefix input-file input-path inputs prefix path shard shards source src data data-path idx bin i"
 _OUTPUTS = "output output-prefix output-path output-file output-dir out dst dest destination target o"
 # Advice for existing options that does not depend on the value.
 _VALUE_HABITS = {"tokenizer-type": "leave it out; --tokenizer PATH and its chat template decide"}
-_VERBS = {
+_COMMANDS = {
     "preprocess": "preprocess-data preprocess-sft tokenize tokenise encode build create make",
     "pack": "repack",
     "produce": "stream watch live",
@@ -163,7 +163,7 @@ class Habit:
     """A line of the table.
 
     Attributes:
-        needs: the option that a verb must have for the line to apply; "" for every verb.
+        needs: the option that a command must have for the line to apply; "" for every command.
         names: options of other programs, without leading dashes.
         advice: what to write here.
     """
@@ -186,9 +186,9 @@ def option_advice(
 
     Args:
         name: the option, without leading dashes.
-        known: the options of the verb, without leading dashes.
-        arguments: names of the verb's positional arguments.
-        call: how the verb is called with its arguments, such as ``megatron-sft-idx rebuild PREFIX...``.
+        known: the options of the command, without leading dashes.
+        arguments: names of the command's positional arguments.
+        call: how the command is called with its arguments, such as ``megatron-sft-idx rebuild PREFIX...``.
         dashes: the prefix of options in the place where this one was found.
 
     >>> option_advice("toknizer", ["tokenizer", "input"])
@@ -207,14 +207,14 @@ def option_advice(
     return did_you_mean([dashes + each for each in nearest_names(spelled, known)])
 
 
-def verb_advice(name: str, known: Collection[str]) -> str:
-    """Return what to write instead of an unknown verb, as the end of a sentence; "" if no name is near.
+def command_advice(name: str, known: Collection[str]) -> str:
+    """Return what to write instead of an unknown command, as the end of a sentence; "" if no name is near.
 
-    >>> verb_advice("tokenize", ["preprocess", "pack"])
+    >>> command_advice("tokenize", ["preprocess", "pack"])
     '; did you mean preprocess?'
     """
     spelled = name[:_MAX_LENGTH].lower().replace("_", "-")
-    meant = [verb for verb, names in _VERBS.items() if verb in known and spelled in names.split()]
+    meant = [command for command, names in _COMMANDS.items() if command in known and spelled in names.split()]
     return did_you_mean(meant or nearest_names(spelled, known))
 
 

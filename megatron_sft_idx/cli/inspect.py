@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.cli.options import (
-    Verbs,
+    Commands,
+    add_command,
     add_log_interval,
-    add_verb,
     declare,
     in_color,
     natural,
@@ -78,10 +78,10 @@ found, not equal, or bad data; 2 for wrong usage.
 _MAX_VALUES = 8
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verb ``inspect``."""
+def add_parser(commands: Commands) -> None:
+    """Add the command ``inspect``."""
     line = "show the content of a shard: summary, packs as text, HTML page, search, comparison"
-    parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
+    parser = add_command(commands, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
     declare(
         parser,
         """

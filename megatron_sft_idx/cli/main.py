@@ -1,4 +1,4 @@
-"""The program ``megatron-sft-idx <verb> ...``: find the verb's module, run it, and convert errors to exit codes.
+"""The program ``megatron-sft-idx <command> ...``: find the command's module, run it, and convert errors to exit codes.
 
 Exit codes: 0 success, 1 bad data or a failed disk, 2 wrong usage, 130 interrupted, 143 terminated.
 """
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli.parsers import HelpFormatter, Parser, VerbParser
+from megatron_sft_idx.cli.parsers import CommandParser, HelpFormatter, Parser
 from megatron_sft_idx.cli.signals import ending_on_signals
 from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, program_name, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
-# Verbs by purpose, with the module of each. Only the module of the current verb is imported, because importing all of
-# them takes a tenth of a second.
-_VERBS = {
+# Commands by purpose, with the module of each. Only the module of the current command is imported, because importing
+# all of them takes a tenth of a second.
+_COMMANDS = {
     "prepare": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
     "inspect": {"inspect": "inspect", "verify": "verify"},
     "repair": {"rebuild": "verify"},
@@ -43,39 +43,39 @@ Every command can also read its options from a YAML file: --config FILE.yaml. --
 """
 
 
-class _VerbListFormatter(HelpFormatter):
-    """Lists the verbs of each purpose under it."""
+class _CommandListFormatter(HelpFormatter):
+    """Lists the commands of each purpose under it."""
 
     def _format_action(self, action: argparse.Action) -> str:
         if not isinstance(action, argparse._SubParsersAction):
             return super()._format_action(action)
         lines, shown = [], {each.dest: each for each in action._get_subactions()}
-        for purpose, verbs in _VERBS.items():
+        for purpose, commands in _COMMANDS.items():
             lines.append(f"{'':{self._current_indent}}{purpose}:\n")
             self._indent()
-            lines += [self._format_action(shown[verb]) for verb in verbs if verb in shown]
+            lines += [self._format_action(shown[command]) for command in commands if command in shown]
             self._dedent()
         return "".join(lines)
 
 
-def build_parser(verb: str = "") -> argparse.ArgumentParser:
-    """Return the program's parser, with the options of one verb, or of all if ``verb`` does not exist."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the program's parser, with the options of one command, or of all if ``command`` does not exist."""
     parser = Parser(
         prog=program_name(),
         description="Packed SFT data for Megatron: shards of five memory-mapped files, with exact loss masks.",
         epilog=_EXAMPLE,
-        formatter_class=_VerbListFormatter,
+        formatter_class=_CommandListFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(title="commands", metavar="<command>", required=True, parser_class=VerbParser)
-    modules = {name: module for group in _VERBS.values() for name, module in group.items()}
-    for module in [modules[verb]] if verb in modules else dict.fromkeys(modules.values()):
-        import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
+    commands = parser.add_subparsers(title="commands", metavar="<command>", required=True, parser_class=CommandParser)
+    modules = {name: module for group in _COMMANDS.values() for name, module in group.items()}
+    for module in [modules[command]] if command in modules else dict.fromkeys(modules.values()):
+        import_module(f"megatron_sft_idx.cli.{module}").add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code. Without ``argv``, the process is the program and ends with the verb."""
+    """Run one command and return the exit code. Without ``argv``, the process is the program and ends after it."""
     with standard_streams() as output:
         try:
             return _run(argv, output)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_staging, add_verb, declare, local_path, nbytes
+from megatron_sft_idx.cli.options import (
+    Commands,
+    add_command,
+    add_log_interval,
+    add_staging,
+    declare,
+    local_path,
+    nbytes,
+)
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.lines import print_lines
 from megatron_sft_idx.packs.buckets import copy_shard
@@ -82,9 +90,9 @@ exit code: 0 if all shards are at DST, 1 if something went wrong, 2 for wrong us
 """
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verbs ``merge``, ``split`` and ``copy``."""
-    parser = add_verb(verbs, "merge", "merge many shards into one", _MERGE_HELP, _merge)
+def add_parser(commands: Commands) -> None:
+    """Add the commands ``merge``, ``split`` and ``copy``."""
+    parser = add_command(commands, "merge", "merge many shards into one", _MERGE_HELP, _merge)
     declare(
         parser,
         """
@@ -98,7 +106,7 @@ def add_parser(verbs: Verbs) -> None:
     _add_output_options(parser, "path that the five files share, also s3:// or msc://; pass it to --data-path")
     add_staging(parser)
 
-    parser = add_verb(verbs, "split", "split one shard into several", _SPLIT_HELP, _split)
+    parser = add_command(commands, "split", "split one shard into several", _SPLIT_HELP, _split)
     declare(parser, "source SOURCE  prefix of the shard", source=local_path)
     declare(
         parser.add_mutually_exclusive_group(required=True),
@@ -112,7 +120,9 @@ def add_parser(verbs: Verbs) -> None:
     )
     _add_output_options(parser, "beginning of the outputs' prefixes: PREFIX-00000-of-00012", local_path)
 
-    parser = add_verb(verbs, "copy", "copy shards to another folder, or to and from an object store", _COPY_HELP, _copy)
+    parser = add_command(
+        commands, "copy", "copy shards to another folder, or to and from an object store", _COPY_HELP, _copy
+    )
     declare(
         parser,
         """

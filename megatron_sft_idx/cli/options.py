@@ -1,4 +1,4 @@
-"""Declaration of verbs and their options, and the options that several verbs share.
+"""Declaration of commands and their options, and the options that several commands share.
 
 A module declares its options in a text in the form of ``--help``, and ``declare`` converts it to argparse calls.
 """
@@ -26,7 +26,7 @@ _UNITS = {"": 1} | {
     for binary, base in (("", 1000), ("i", 1024))
 }
 
-Verbs = Any  # argparse names the type of add_subparsers() only privately
+Commands = Any  # argparse names the type of add_subparsers() only privately
 
 # ---- declaring ----
 
@@ -34,8 +34,8 @@ Verbs = Any  # argparse names the type of add_subparsers() only privately
 _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
 
 
-def add_verb(
-    verbs: Verbs,
+def add_command(
+    commands: Commands,
     name: str,
     line: str,
     text: str,
@@ -43,20 +43,20 @@ def add_verb(
     *,
     product: Callable[[argparse.Namespace], bool] = lambda arguments: False,
 ) -> argparse.ArgumentParser:
-    """Create the parser of a new verb, without options.
+    """Create the parser of a new command, without options.
 
     Args:
-        verbs: the result of ``add_subparsers``.
-        name: the name of the verb.
-        line: what the verb does, for the list of verbs.
+        commands: the result of ``add_subparsers``.
+        name: the name of the command.
+        line: what the command does, for the list of commands.
         text: its help: a paragraph about what it does, then examples.
-        run: called with the parsed arguments and the parser of the verb, whose ``error`` is for wrong usage. It returns
-            the exit code; None means 0.
-        product: returns whether, with these arguments, the printed output is the product of the verb, so that losing it
-            is an error.
+        run: called with the parsed arguments and the parser of the command, whose ``error`` is for wrong usage. It
+            returns the exit code; None means 0.
+        product: returns whether, with these arguments, the printed output is the product of the command, so that losing
+            it is an error.
     """
     description, _, examples = text.partition("\n\n")
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, help=line, description=description.replace("\n", " "), epilog=examples, formatter_class=HelpFormatter
     )
     parser.set_defaults(run=run, product=product, parser=parser)
@@ -189,7 +189,7 @@ def writable(text: str) -> str:
 
 
 def local_path(text: str) -> str:
-    """Check that a path is local, for verbs that do not support object stores."""
+    """Check that a path is local, for commands that do not support object stores."""
     try:
         require_local(text, "this command")
     except FormatError as error:

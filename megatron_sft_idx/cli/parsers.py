@@ -1,7 +1,7 @@
 """argparse for this program: exact names, short error messages for wrong usage, and options from a file.
 
-``Parser`` is for every program. ``VerbParser`` adds ``--config`` and ``--print-config``, which work for every option: a
-file is read as if its values were given as flags, and the printed output is such a file.
+``Parser`` is for every program. ``CommandParser`` adds ``--config`` and ``--print-config``, which work for every
+option: a file is read as if its values were given as flags, and the printed output is such a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_sft_idx.cli.config_file import (
     read_config,
     to_json,
 )
-from megatron_sft_idx.cli.habits import option_advice, value_advice, verb_advice
+from megatron_sft_idx.cli.habits import command_advice, option_advice, value_advice
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import on_one_line, print_layout, unescaped
 
@@ -167,8 +167,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):
-            verbs = list(action.choices)
-            advice = verb_advice(value, verbs) or f", choose one of {', '.join(verbs)}"
+            commands = list(action.choices)
+            advice = command_advice(value, commands) or f", choose one of {', '.join(commands)}"
             raise argparse.ArgumentError(None, f"unknown command {brief(value)}{advice}")
         option = action.dest.replace("_", "-")
         advice = value_advice(option, str(value), [str(choice) for choice in action.choices])
@@ -190,8 +190,8 @@ def _placeholder(action: argparse.Action) -> str:
 # ---- options from a file ----
 
 
-class VerbParser(Parser):
-    """The parser of a verb. It also takes options from a file, and prints all options as such a file."""
+class CommandParser(Parser):
+    """The parser of a command. It also takes options from a file, and prints all options as such a file."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -256,7 +256,7 @@ class VerbParser(Parser):
         """Set the options in a file, unless the command line overrides them. Return the options that were set.
 
         Raises:
-            FormatError: a key is not an option of the verb, or its value is invalid.
+            FormatError: a key is not an option of the command, or its value is invalid.
         """
         overruled = {each.dest for action in given for each in self._rivals(action)}
         keys: dict[argparse.Action, YamlText] = {}

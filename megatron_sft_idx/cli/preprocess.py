@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.row_mapping import ROLES, ROW_TARGETS, TURN_TARGETS
 from megatron_sft_idx.cli.options import (
-    Verbs,
+    Commands,
+    add_command,
     add_output_options,
-    add_verb,
     declare,
     file_weight,
     in_color,
@@ -263,7 +263,7 @@ def _as_argument(name: str) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    from megatron_sft_idx.chat.values import parse_json  # imported late: the import takes longer than some verbs run
+    from megatron_sft_idx.chat.values import parse_json  # imported late: the import takes longer than some commands run
 
     try:
         value = parse_json(text.encode())
@@ -274,13 +274,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-# ---- the verbs ----
+# ---- the commands ----
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verbs ``preprocess`` and ``pack``."""
-    parser = add_verb(
-        verbs,
+def add_parser(commands: Commands) -> None:
+    """Add the commands ``preprocess`` and ``pack``."""
+    parser = add_command(
+        commands,
         "preprocess",
         "make a packed shard from chats",
         _HELP,
@@ -337,8 +337,8 @@ def add_parser(verbs: Verbs) -> None:
         """,
     )
 
-    parser = add_verb(
-        verbs, "pack", "pack a tokenised corpus, or pack a shard again for another capacity", _PACK_HELP, _pack
+    parser = add_command(
+        commands, "pack", "pack a tokenised corpus, or pack a shard again for another capacity", _PACK_HELP, _pack
     )
     declare(parser, "source SOURCE  prefix of the shard to pack", source=local_path)
     declare(

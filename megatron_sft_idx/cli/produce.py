@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 
-from megatron_sft_idx.cli.options import Verbs, add_verb, declare, natural, preprocess_arguments
+from megatron_sft_idx.cli.options import Commands, add_command, declare, natural, preprocess_arguments
 from megatron_sft_idx.cli.preprocess import add_bad_row_limit, add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import log_line, print_layout
@@ -60,9 +60,9 @@ _SAME_NAMES = (
 )
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verb ``produce``."""
-    parser = add_verb(verbs, "produce", "make shards from chats while training already reads them", _HELP, _run)
+def add_parser(commands: Commands) -> None:
+    """Add the command ``produce``."""
+    parser = add_command(commands, "produce", "make shards from chats while training already reads them", _HELP, _run)
     group = parser.add_argument_group("input")
     declare(
         group.add_mutually_exclusive_group(required=True),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.check import GivenFacts, Rebuilt, Report, rebuild, verify_shard
-from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path, natural
+from megatron_sft_idx.cli.options import Commands, add_command, add_log_interval, declare, local_path, natural
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout.files import column_of
@@ -82,16 +82,16 @@ they are.
 exit code: 0 if all shards are complete, or would be without --dry-run; 1 if something is lost or uncertain; 2 for wrong
 usage.
 """
-# The argument of both verbs.
+# The argument of both commands.
 _SHARDS = "shards PREFIX...  prefixes, folders of shards, or globs"
 _LINE_MIB = 10_240
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verbs ``verify`` and ``rebuild``."""
+def add_parser(commands: Commands) -> None:
+    """Add the commands ``verify`` and ``rebuild``."""
     line = "check that shards are complete and follow all rules of the format"
     declare(
-        add_verb(verbs, "verify", line, _VERIFY_HELP, _verify, product=lambda arguments: True),
+        add_command(commands, "verify", line, _VERIFY_HELP, _verify, product=lambda arguments: True),
         f"""
         {_SHARDS}
         --full  read every byte, not only headers, sizes and the ends of arrays
@@ -100,8 +100,8 @@ def add_parser(verbs: Verbs) -> None:
         """,
     )
     line = "repair a damaged or incomplete shard, as far as its files allow"
-    parser = add_verb(
-        verbs, "rebuild", line, _REBUILD_HELP, _rebuild, product=lambda arguments: bool(arguments.dry_run)
+    parser = add_command(
+        commands, "rebuild", line, _REBUILD_HELP, _rebuild, product=lambda arguments: bool(arguments.dry_run)
     )
     declare(
         parser,

@@ -252,7 +252,7 @@ def test_nothing_gives_nothing(tmp_path: Path) -> None:
         rebuild(tmp_path / "y")
 
 
-def test_the_script_is_the_verb(tmp_path: Path) -> None:
+def test_the_script_is_the_command(tmp_path: Path) -> None:
     import runpy
     import sys
 
@@ -335,7 +335,7 @@ def test_many_shards_are_named_as_for_verify_and_each_is_rebuilt_once(
     assert done.out == "parts/a-9: nothing to do\nparts/a-10: nothing to do\n2 shards: all whole\n"
 
 
-def test_both_verbs_take_the_same_arguments() -> None:
+def test_both_commands_take_the_same_arguments() -> None:
     taken = []
     for verb in ("verify", "rebuild"):
         (positional,) = (each for each in verbs()[verb]._actions if not each.option_strings)

@@ -152,7 +152,7 @@ def shard(prefix: str) -> list[str]:
     return [prefix + suffix for suffix in (*SUFFIXES, ".source.col")]
 
 
-def test_verbs_are_listed_by_what_they_are_for() -> None:
+def test_commands_are_listed_by_what_they_are_for() -> None:
     shown = command("--help").out.partition("commands:\n")[2].partition("example:")[0]
     groups = re.findall(r"^  (\w[\w ]*):$|^    ([\w-]+)(?: |$)", shown, re.MULTILINE)
     assert [group for group, _ in groups if group] == ["prepare", "inspect", "repair", "convert and move"]
@@ -169,7 +169,7 @@ def test_the_training_script_teaches_what_it_parses() -> None:
         script.parse_arguments(shlex.split(example.partition("pretrain_sft.py ")[2]))
 
 
-def test_a_verb_imports_no_other() -> None:
+def test_a_command_imports_no_other() -> None:
     """Importing all commands takes longer than a small job, and worker processes import this module too."""
     script = (
         "import sys; from megatron_sft_idx.cli.main import build_parser; build_parser('split'); print(*sys.modules)"

@@ -75,12 +75,12 @@ def test_names_that_are_hostile_change_no_line_count(world: World, text: str) ->
             assert said.count("\n") == meant.count("\n"), f"{said}\n{meant}"
 
 
-def test_every_verb_is_run() -> None:
+def test_every_command_is_run() -> None:
     assert {Recipe(text).verb for text in RECIPES} == set(verbs())
 
 
 @pytest.mark.parametrize("verb", verbs())
-def test_an_argument_of_each_verb_that_is_hostile_is_on_one_line(verb: str) -> None:
+def test_an_argument_of_each_command_that_is_hostile_is_on_one_line(verb: str) -> None:
     options = [action for action in verbs()[verb]._actions if action.option_strings]
     for action in (each for each in options if each.choices or each.type):
         refused = command(verb, action.option_strings[0], EVIL)
@@ -106,7 +106,7 @@ def test_data_that_are_hostile_change_no_line_count(world: World, text: str) -> 
     assert [s.count("\n") for s in hostile[1:]] == [s.count("\n") for s in calm[1:]]
 
 
-def test_a_verb_that_just_prints_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_just_prints_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     with standard_streams():
         for stream in (sys.stdout, sys.stderr):
             print(EVIL, EVIL, file=stream)

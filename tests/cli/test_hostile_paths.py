@@ -51,7 +51,7 @@ def takes_paths(action: argparse.Action) -> bool:
 
 
 @pytest.mark.parametrize("verb", verbs())
-def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path: Path) -> None:
+def test_every_path_that_a_command_takes_is_marked_in_a_recipe(verb: str, tmp_path: Path) -> None:
     """This ensures that new commands, and new options for paths, get a recipe."""
     marked: dict[str, set[str]] = {}
     for recipe in (Recipe(text) for text in (*RECIPES, *TO_A_BUCKET) if text.split()[0] == verb):
@@ -61,7 +61,7 @@ def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path:
             values = value if isinstance(value, list) else [value]
             marked.setdefault(dest, set()).update(text for text in (*recipe.reads, *recipe.writes) if text in values)
     paths = [action.dest for action in verbs()[verb]._actions if takes_paths(action)]
-    assert paths, "a verb without paths"
+    assert paths, "a command without paths"
     missing = [dest for dest in paths if not marked.get(dest)]
     assert not missing, f"{verb}: mark {missing} in a recipe in hostile.py, or name it in WORDS if it is no path"
 

@@ -171,7 +171,7 @@ def test_a_closed_stdin_is_no_empty_input(world: World, verb: str) -> None:
     assert "standard input" in found.err
 
 
-def test_every_verb_is_here() -> None:
+def test_every_command_is_here() -> None:
     assert {text.split()[0] for text in (*WRITING, *SHOWING)} >= verbs().keys()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chats import command
 
-from megatron_sft_idx.cli.habits import _VERBS, HABITS
+from megatron_sft_idx.cli.habits import _COMMANDS, HABITS
 from megatron_sft_idx.cli.main import build_parser
 
 
@@ -140,8 +140,8 @@ def test_every_line_of_the_table_is_given_where_it_applies(verb: str) -> None:
 def test_every_line_of_the_table_applies_somewhere() -> None:
     every = set().union(*map(options, verbs()))
     assert {habit.needs for habit in HABITS} - {""} <= every
-    assert _VERBS.keys() <= verbs().keys()
-    assert not {name for names in _VERBS.values() for name in names.split()} & verbs().keys()
+    assert _COMMANDS.keys() <= verbs().keys()
+    assert not {name for names in _COMMANDS.values() for name in names.split()} & verbs().keys()
 
 
 @pytest.mark.parametrize("verb", verbs())

@@ -432,7 +432,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "a npy source has no option mask_rule" in capsys.readouterr().err
 
 
-def test_the_script_in_tools_is_the_verb(tmp_path: Path) -> None:
+def test_the_script_in_tools_is_the_command(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(3))
     command = [sys.executable, str(ROOT / "tools/convert_sft.py"), str(tmp_path / "x"), str(tmp_path / "y.npy")]
     run = subprocess.run([*command, "--to", "npy"], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -281,7 +281,7 @@ def test_a_file_that_changed(made: Made) -> None:
 # ---- the command ----
 
 
-def test_the_verb(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = made(b'{"a":1}\n\n{"b":2}\nbad\n')
     index = str(tmp_path / "index" / "other.idx")
     assert main(["create-raw-index", path]) == 1

@@ -407,7 +407,7 @@ def test_inspecting_imports_neither_torch_nor_megatron(chats: Path) -> None:
     subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
 
 
-def test_the_script_in_tools_is_the_verb(chats: Path) -> None:
+def test_the_script_in_tools_is_the_command(chats: Path) -> None:
     run = [sys.executable, "tools/inspect_sft.py", str(chats)]
     done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.stdout == command("inspect", chats).out

@@ -96,7 +96,7 @@ def test_a_spelling_means_one_file_or_is_refused() -> None:
             find_name(spelling, names, "x")
 
 
-def test_one_spelling_in_every_verb_and_no_path_in_the_header(tmp_path: Path) -> None:
+def test_one_spelling_in_every_command_and_no_path_in_the_header(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         rows = [{"prompt": f"{name} {number}?", "completion": f"{number}."} for number in range(6)]

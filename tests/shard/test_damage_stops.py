@@ -22,7 +22,7 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, write_column
 
 # Commands that do not derive data from a shard, or that handle damaged ones.
-OTHER_VERBS = {
+OTHER_COMMANDS = {
     "preprocess": "reads chats",
     "produce": "reads chats",
     "create-raw-index": "reads JSON lines",
@@ -93,9 +93,9 @@ def assert_stops(recipe: str, source: Source, folder: Path, suffix: str, kind: s
     assert outcome.err.strip().splitlines()[-1].startswith("megatron-sft-idx"), outcome.err
 
 
-def test_every_verb_is_entered_here():
+def test_every_command_is_entered_here():
     derive = {recipe.split()[0] for recipe in RECIPES}
-    assert derive | OTHER_VERBS.keys() == {*verbs(build_parser())}
+    assert derive | OTHER_COMMANDS.keys() == {*verbs(build_parser())}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

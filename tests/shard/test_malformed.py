@@ -165,7 +165,7 @@ def test_bad_template(tmp_path, kind):
 
 # arguments that are always wrong: exit code 2
 USAGE = {
-    "no verb": ((), "command"),
+    "no command": ((), "command"),
     "unknown command": (("prepare",), "prepare"),
     "no input": (("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"), "--input"),
     "capacity zero": (("--seq-length", "0"), "--seq-length"),
