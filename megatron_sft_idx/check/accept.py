@@ -15,6 +15,7 @@ from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.doubts import ACCEPTED
 from megatron_sft_idx.layout.files import MEDIA_ENTRY
 from megatron_sft_idx.packs.merge import begin_copy
 from megatron_sft_idx.packs.provenance import SPLIT
@@ -22,7 +23,6 @@ from megatron_sft_idx.packs.run import COPIED_TOKENS, nbytes_of_run, nbytes_to_c
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Watch
 
-ACCEPTED = "accepted"
 # The name of this work in build.json. After an interruption, the same command starts over.
 ACCEPT = "accept"
 # Rules about checksums of contents, and about counts of contents.

@@ -29,6 +29,7 @@ from megatron_sft_idx.layout.column import (
     num_rows_in,
     torn_pairs,
 )
+from megatron_sft_idx.layout.doubts import doubts
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     FLAG_REBUILT,
@@ -225,6 +226,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         found = "columns in the JSON block is not an object of names and checksums"
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, found, "")
+    findings.notes += doubts(metadata or {})
     media = listed_media(metadata or {})
     return HeaderClaims(values, sound=not broken, vocab_size=vocab_size, listed=listed, media=media)
 

@@ -55,7 +55,8 @@ class Report:
         full: whether every byte was read, not only headers, sizes and the ends of arrays.
         findings: broken rules, a bounded number of each.
         omitted: number of further findings, by rule.
-        notes: information that breaks no rule: remains of a build next to the shard, checks that were not possible.
+        notes: information that breaks no rule: remains of a build next to the shard, checks that were not possible,
+            contents that were accepted although they are damaged.
         counts: numbers of packs, sequences and tokens from the header; empty if the header is unreadable.
 
     Example:

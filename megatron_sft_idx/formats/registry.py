@@ -21,6 +21,7 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs.provenance import joined_metadata
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import check_free, finish_interrupted, places_of
@@ -473,9 +474,5 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
         columns=columns_in_common([spec.columns for spec in specs]),
         media=any(spec.media for spec in specs),
-        metadata={  # the entries that all files have
-            key: value
-            for key, value in first.metadata.items()
-            if all(key in spec.metadata and spec.metadata[key] == value for spec in specs)
-        },
+        metadata=dict(first.metadata) if len(specs) == 1 else joined_metadata([spec.metadata for spec in specs])[0],
     )

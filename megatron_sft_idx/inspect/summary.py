@@ -19,6 +19,7 @@ from megatron_sft_idx.inspect.shown_media import count_media
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.doubts import doubts
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, listed_columns
 from megatron_sft_idx.lines import counted, shortened
 from megatron_sft_idx.packs.run import Window, windows
@@ -359,9 +360,10 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def provenance(header: Header) -> Iterator[tuple[str, str]]:
-    """Yield the sources of a shard, as fingerprints, and whether its header was derived."""
+    """Yield the sources of a shard, as fingerprints, and why its contents may differ from what was written."""
     for name, value in fingerprints(header).items():
         yield f"{name} id" if name == "shard" else name, shortened(value, 200)
+    yield from (("note", doubt) for doubt in doubts(header.metadata))
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; values that only the header contained are lost"
 

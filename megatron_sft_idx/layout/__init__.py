@@ -1,8 +1,8 @@
 """The byte layout of the format, version 1. All Python code takes it from here; FORMAT.md is the specification.
 
 Because readers, writers and ``verify`` share this code, they cannot disagree. ``files`` has the file names and the
-layout of both indexes, ``column`` the layout of columns, ``media`` that of images and audio. This package never opens
-or writes a file.
+layout of both indexes, ``column`` the layout of columns, ``media_layout`` that of images and audio, ``doubts`` marks of
+damage. This package never opens or writes a file.
 """
 
 from megatron_sft_idx.layout.files import (

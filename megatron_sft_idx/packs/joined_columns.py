@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexErro
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, listed_columns, no_column
-from megatron_sft_idx.packs.provenance import SplitOutput
+from megatron_sft_idx.packs.provenance import SplitOutput, common_entries
 from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import open_column
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
 _FILES = "files"
 _MAX_NUMBER = int(np.iinfo(np.uint32).max)
-
-
-def common_entries(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
-    """Return the entries that are equal in all JSON objects, and the keys of the entries that are not."""
-    first = objects[0]
-    differing = {key for each in objects for key in each.keys() | first if each.get(key) != first.get(key)}
-    return {key: value for key, value in first.items() if key not in differing}, differing
 
 
 class _FileTable:

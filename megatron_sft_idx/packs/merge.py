@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import WEIGHTED_BY, ColumnSpec, weighted_by
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
-from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
+from megatron_sft_idx.packs.joined_columns import JoinedColumns
+from megatron_sft_idx.packs.provenance import (
+    MAX_RUNS,
+    ORIGIN,
+    OriginRun,
+    extend_runs,
+    joined_metadata,
+    origin_runs,
+    own_run,
+)
 from megatron_sft_idx.packs.run import nbytes_of
 from megatron_sft_idx.shard import BuildOptions, Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.opening import columns_beside, require_same
@@ -78,12 +86,10 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
             blocks[_BLOCKS[name]] = headers[first].metadata[_BLOCKS[name]]
     if unrecorded:
         notes.append(f"not recorded in any shard, so not compared: {', '.join(unrecorded)}")
-    # A merged shard must not be weighted by a column that some of its masks are already multiplied by.
-    if weights := sorted({name for each in headers for name in weighted_by(each.metadata)}):
-        blocks[WEIGHTED_BY] = weights
-    aside = PER_SHARD | {*_BLOCKS.values(), WEIGHTED_BY}
-    compared = [{key: value for key, value in each.metadata.items() if key not in aside} for each in headers]
-    common, differing = common_entries(compared)
+    aside = _BLOCKS.values()
+    common, differing = joined_metadata(
+        [{key: value for key, value in each.metadata.items() if key not in aside} for each in headers]
+    )
     if differing:
         notes.append(f"values that differ between shards, left out of the header: {', '.join(sorted(differing))}")
     header = dataclasses.replace(

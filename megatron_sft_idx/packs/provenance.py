@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.column import WEIGHTED_BY, weighted_by
+from megatron_sft_idx.layout.doubts import DOUBTS
 from megatron_sft_idx.layout.files import MEDIA_ENTRY
 
 ORIGIN, SPLIT = "origin", "split"
@@ -46,6 +49,31 @@ class OriginRun:
     num_packs: int
     num_sequences: int
     num_tokens: int
+
+
+def common_entries(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """Return the entries that are equal in all JSON objects, and the keys of the entries that are not."""
+    first = objects[0]
+    differing = {key for each in objects for key in each.keys() | first if each.get(key) != first.get(key)}
+    return {key: value for key, value in first.items() if key not in differing}, differing
+
+
+def joined_metadata(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """Return the JSON block for the packs of several shards, and the keys of other entries, which differ.
+
+    Most entries are kept only if all shards have them. Marks of damage, and the columns that masks were multiplied by,
+    are kept if one shard has them.
+    """
+    aside = PER_SHARD | DOUBTS.keys() | {WEIGHTED_BY}
+    common, differing = common_entries([{k: value for k, value in each.items() if k not in aside} for each in objects])
+    for key in DOUBTS:
+        stated = [each[key] for each in objects if key in each]
+        entries = [entry for value in stated for entry in (value if isinstance(value, list) else [value])]
+        if stated:
+            common[key] = [*{json.dumps(entry, sort_keys=True): entry for entry in entries}.values()]
+    if weights := sorted({name for each in objects for name in weighted_by(each)}):
+        common[WEIGHTED_BY] = weights
+    return common, differing
 
 
 def own_run(header: Header) -> OriginRun:

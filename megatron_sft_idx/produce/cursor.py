@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.doubts import doubts
 from megatron_sft_idx.live import PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import Position
 from megatron_sft_idx.produce.produce_options import ProduceOptions
@@ -87,9 +88,9 @@ def _require_same_options(catalog: Catalog, state: ProducerState, limits: Limits
 def _cursor_behind(paths: ShardPaths) -> Cursor:
     """Return the cursor in the header of a shard. FormatError: it is not possible to continue after the shard."""
     metadata = read_header(paths).metadata
-    if "recovered" in metadata:
+    if reasons := doubts(metadata):
         raise FormatError(
-            f"{paths.seq_idx}: recovered from an interrupted build, so packs may be missing; remove the files"
+            f"{paths.seq_idx}: {'; '.join(reasons)}; remove the files"
             f" {paths.prefix}.*, and run the command again to make them again"
         )
     content = metadata.get(CURSOR)

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
+from megatron_sft_idx.layout.doubts import RECOVERED
 from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm, column_of
 from megatron_sft_idx.layout.media_layout import MEDIA, MediaHeader
 from megatron_sft_idx.shard.at_prefix import refuse_journal
@@ -229,7 +230,7 @@ def recover(
                 f"{building.folder}: no complete pack had been written yet, so there is nothing to recover; build it"
                 " again"
             )
-        writer.metadata["recovered"] = {"packs": num_packs, "packs_noted": remains.num_recorded}
+        writer.metadata[RECOVERED] = {"packs": num_packs, "packs_noted": remains.num_recorded}
         writer.complete()
         check({path: building.path(paths.suffix(path)) for path in writer.paths.all})
         return writer.finalize()

@@ -18,6 +18,7 @@ from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.doubts import doubts
 from megatron_sft_idx.packs.conditions import Condition, bind_all
 from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.packs.split import refuse_other_splits
@@ -240,10 +241,8 @@ def _content_differences(header: Header, job: Job) -> list[str]:
 def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list[str]:
     """Return how a shard (``packed`` or a corpus) differs from that of the job, without reading the input."""
     metadata = header.metadata
-    if "recovered" in metadata:
-        return ["it was recovered from an interrupted build, and packs may be missing"]
-    if "accepted" in metadata:
-        return ["it was rebuilt from contents that do not match their checksums"]
+    if reasons := doubts(metadata):
+        return reasons
     if packed:
         if differs := noted_differences(metadata, job.packing):
             return differs

@@ -463,12 +463,15 @@ def find_overlong(
         positions = _of_groups(np.add, -(-lengths // multiple) * multiple, groups)
     long: NDArray[np.bool_] = positions > longest
     numbers = np.flatnonzero(long)[::per_unit]
+    longest_first = numbers[np.argsort(-positions[numbers], kind="stable")][:_MAX_LISTED].tolist()
+    places = [place_of(number if chosen is None else int(chosen[number])) for number in longest_first]
     rows: dict[str, int] = {}  # a row with several overlong sequences is named once
-    for number in numbers[np.argsort(-positions[numbers], kind="stable")][:_MAX_LISTED].tolist():
-        rows.setdefault(place_of(number if chosen is None else int(chosen[number])), int(positions[number]))
+    for place, number in zip(places, longest_first, strict=True):
+        rows.setdefault(place, int(positions[number]))
     if options.overlong == "error" and len(numbers):
         count, total = len(numbers), counted(len(lengths) // per_unit, unit)
-        more = f" and {count - MAX_NAMED:,} more" if len(rows) > MAX_NAMED else ""
+        rest = count - sum(map(places.count, [*rows][:MAX_NAMED]))
+        more = f" and {rest:,} more" if rest else ""
         raise SequenceError(
             name,
             None,

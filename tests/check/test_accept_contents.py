@@ -12,7 +12,9 @@ from sample_packs import sample_of
 
 from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.doubts import DOUBTS, doubts
 from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.packs.provenance import joined_metadata
 from megatron_sft_idx.shard import Shard, read_header, write_column
 from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
@@ -134,4 +136,59 @@ def test_the_shard_is_no_longer_taken_for_what_a_job_made(tmp_path: Path) -> Non
     Path(f"{prefix}.bin").write_bytes(raw)
     assert rebuild(prefix, accept_contents=True).whole
     refused = preprocess(prefix)
-    assert (refused.code, "rebuilt from contents that do not match their checksums" in refused.err) == (1, True)
+    assert (refused.code, "contents that do not match their checksums were accepted" in refused.err) == (1, True)
+
+
+# Commands that make shards of the shards "clean" and "changed", which the outputs must not look cleaner than.
+DERIVED = {
+    "merge": ["merge clean changed --output-prefix out"],
+    "merge, the other way round": ["merge changed clean --output-prefix out"],
+    "split": ["split changed --shards 2 --output-prefix out"],
+    "pack": ["pack changed --seq-length 2048 --output-prefix out"],
+    "copy": ["copy changed out"],
+    "convert": ["convert changed out --to sft-idx"],
+    "convert several": ["convert clean changed out --to sft-idx"],
+    "convert there and back": ["convert changed x.parquet --to parquet", "convert x.parquet out --to sft-idx"],
+    "convert several there and back": [
+        "convert clean changed x.parquet --to parquet",
+        "convert x.parquet out --to sft-idx",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_what_is_made_from_it_says_so_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert preprocess("clean", "--max-rows", 40, capacity=1024).code == 0
+    assert command("copy", "clean", "changed").code == 0
+    change(tmp_path / "changed", ".bin", 4, 9)
+    assert rebuild("changed", accept_contents=True).whole
+    for line in DERIVED[name]:
+        outcome = command(*line.split())
+        assert outcome.code == 0, outcome
+    outputs = sorted(each.name.removesuffix(".seq.idx") for each in tmp_path.glob("out*.seq.idx"))
+    assert len(outputs) == (2 if name == "split" else 1)
+    for prefix in outputs:
+        assert [entry["file"] for entry in read_header(prefix).metadata["accepted"]] == [".bin"]
+        note = "note: contents that do not match their checksums were accepted\n"
+        assert f"{prefix}: {note}" in command("verify", prefix).out
+        assert note.removeprefix("note: ") in command("inspect", prefix).out
+    assert "note" not in command("verify", "clean").out
+
+
+def test_several_shards_join_what_they_say_of_damage() -> None:
+    """A recovered build is kept too, and columns that masks were multiplied by. Counts of one shard are not."""
+    entry = {"file": ".bin", "expected": "0" * 32}
+    first = {"kept": 1, "other": 1, "sources": {"rows": 3}, "accepted": [entry], "loss_weight_columns": ["score"]}
+    second = {"kept": 1, "other": 2, "sources": {"rows": 3}, "accepted": [entry, {**entry, "file": ".loss.bin"}]}
+    third = {"kept": 1, "recovered": {"packs": 3, "packs_noted": 4}, "loss_weight_columns": ["turn"]}
+    joined, differing = joined_metadata([first, second, third])
+    assert differing == {"other"}
+    assert joined == {
+        "kept": 1,
+        "accepted": second["accepted"],
+        "recovered": [third["recovered"]],
+        "loss_weight_columns": ["score", "turn"],
+    }
+    assert doubts(joined) == list(DOUBTS.values())
+    assert joined_metadata([joined, joined]) == (joined, set())

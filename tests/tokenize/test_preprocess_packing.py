@@ -14,7 +14,7 @@ from chats import MADE, ROOT, command, files_of, preprocess, remains, sequences_
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize import PackOptions, num_kept_tokens, output_prefixes
-from megatron_sft_idx.tokenize.plan import SequenceReader, plan_packs
+from megatron_sft_idx.tokenize.plan import SequenceReader, find_overlong, plan_packs
 
 LONG = [{"prompt": "Count.", "completion": " ".join(map(str, range(400)))}, {"prompt": "Hi", "completion": "Hello"}]
 
@@ -266,6 +266,20 @@ def test_overlong_rows_are_named_longest_first(tmp_path):
     assert f"  overlong      5 sequences, the longest: {named[1]}\n" in dry.out
     again = command("pack", tmp_path / "x.unpacked", "--seq-length", 256, "--output-prefix", tmp_path / "z")
     assert (again.code, named[1] in again.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([1, 1, 2, 3], r"4 of 5 .*: r:1 \(40 tokens\), r:2 \(38 tokens\), r:3 \(37 tokens\); choose"),
+        ([1, 1, 1, 1], r"4 of 5 .*: r:1 \(40 tokens\); choose"),
+        ([1, 2, 1, 3, 4, 4], r"6 of 7 .*: r:1 \(40 tokens\), r:2 \(39 tokens\), r:3 \(37 tokens\) and 2 more; choose"),
+    ],
+)
+def test_a_row_with_several_overlong_sequences_is_named_once(rows, said):
+    lengths = np.array([*range(40, 40 - len(rows), -1), 5])
+    with pytest.raises(SequenceError, match=said):
+        find_overlong(lengths, None, PackOptions(10), "x", lambda number: f"r:{rows[number]}")
 
 
 def test_one_overlong_sequence_is_counted_in_the_singular(tmp_path):
