@@ -15,6 +15,9 @@ from megatron_sft_idx.storage import building
 # Functions that create, rename, truncate and remove files, or wait for the disk.
 STEPS = ("mkdir", "rename", "unlink", "link", "rmdir", "fsync", "ftruncate")
 
+kills_at = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+"""Of a test that kills work at each step: in make test, only at some steps."""
+
 
 def killed_at(step: int, work: Callable[[], Any]) -> bool:
     """Do ``work`` in a fork that kills itself before its ``step``-th change.

@@ -24,7 +24,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Watch
 
 # The name of this work in build.json. After an interruption, the same command starts over.
-ACCEPT = "accept"
+ACCEPT = "rebuild --accept-contents"
 # Rules about checksums of contents, and about counts of contents.
 _CHECKSUMS, _COUNTS = ("F3", "C7"), ("H9",)
 

@@ -37,7 +37,7 @@ from megatron_sft_idx.shard.opening import columns_beside, read_header, read_sta
 from megatron_sft_idx.shard.publication import finish_interrupted, taken
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
-from megatron_sft_idx.storage.building import Building
+from megatron_sft_idx.storage.building import Building, may_drop
 from megatron_sft_idx.storage.building_files import lost_files
 from megatron_sft_idx.storage.local import digest_file
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -150,11 +150,16 @@ def rebuild(
     """
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
-    if accept_contents:
-        restored = rebuild(prefix, facts, overwrite=overwrite, dry_run=dry_run, watch=watch)
-        return restored if restored.whole else _accept(paths, restored, dry_run, watch)
-    begins_anew = overwrite and _lost_a_file(paths)
-    if (remains := None if begins_anew else find_remains(prefix)) is not None:
+    begins_anew = (overwrite and _lost_a_file(paths)) or (accept_contents and _replaced_nothing_yet(paths))
+    restored = _restore(paths, facts or GivenFacts(), overwrite, begins_anew, dry_run, watch)
+    return _accept(paths, restored, dry_run, watch) if accept_contents and not restored.whole else restored
+
+
+def _restore(
+    paths: ShardPaths, facts: GivenFacts, overwrite: bool, begins_anew: bool, dry_run: bool, watch: Watch
+) -> Rebuilt:
+    """Rebuild what can be derived; see ``rebuild``. With ``begins_anew``, remains of a killed writer are dropped."""
+    if (remains := None if begins_anew else find_remains(paths.prefix)) is not None:
         if remains.outputs and not remains.unpublished:
             return _finish_job(paths, remains, dry_run)
         has_shard = remains.is_complete and remains.work not in _PARTLY
@@ -166,7 +171,6 @@ def rebuild(
             finish_interrupted(paths)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
-    facts = facts or GivenFacts()
     if dry_run:
         return _rebuild_files(paths, facts, watch, None)
     # All packs in the log may be lost. Then there is nothing to keep.
@@ -179,6 +183,13 @@ def _lost_a_file(paths: ShardPaths) -> bool:
     """Return whether a rebuild was interrupted during its renames, and one of its new files has disappeared since."""
     with contextlib.suppress(FileNotFoundError), Building.take(paths.prefix, create=False, shared=True) as building:
         return building.is_whole and building.holds({"work": "rebuild"}) and bool(lost_files(paths.prefix))
+    return False
+
+
+def _replaced_nothing_yet(paths: ShardPaths) -> bool:
+    """Return whether ``--accept-contents`` was killed when its files were complete, and before it renamed one."""
+    with contextlib.suppress(FileNotFoundError), Building.take(paths.prefix, create=False, shared=True) as building:
+        return building.is_done and building.holds({"work": ACCEPT}) and may_drop(paths.prefix)
     return False
 
 

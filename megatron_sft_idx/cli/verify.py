@@ -270,6 +270,8 @@ def _print_report(report: Rebuilt, *, is_one_of_many: bool) -> None:
             print("nothing was written")
     elif report.changed and report.whole and report.compared:
         print(f"{report.prefix}: a complete shard, every checksum verified")
+    elif any(file.state == "accepted" for file in report.files):
+        print(f"{report.prefix}: follows all rules, but its contents differ from what was written")
     elif report.changed and report.whole:
         print(
             f"{report.prefix}: follows all rules; no checksum was left to verify that its contents are what was written"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from chats import command, files_of, preprocess
 from columned import write_columned
-from sample_packs import sample_of
+from kills import killed_at, kills_at
+from sample_packs import demo_samples, sample_of, write_samples
 
 from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.layout.column import ColumnSpec
@@ -64,6 +66,7 @@ def test_what_is_there_becomes_the_shard(prefix: Path, suffix: str) -> None:
     assert done.code == 0, done
     assert f"{prefix}{suffix}: accepted: " in done.out
     assert "kept as it is, with a new checksum" in done.out
+    assert done.out.endswith(f"{prefix}: follows all rules, but its contents differ from what was written\n")
     header = read_header(prefix)
     (entry,) = header.metadata["accepted"]
     assert entry["file"] == suffix
@@ -192,3 +195,27 @@ def test_several_shards_join_what_they_say_of_damage() -> None:
     }
     assert doubts(joined) == list(DOUBTS.values())
     assert joined_metadata([joined, joined]) == (joined, set())
+
+
+@kills_at
+def test_killed_at_a_step_the_same_command_can_be_run_again(tmp_path: Path, stride: int) -> None:
+    """Also with files that were complete, and whose renames had not begun."""
+    step, killed, waiting = stride // 2, True, 0
+    while killed:
+        prefix = tmp_path / f"{step}" / "x"
+        write_samples(prefix, demo_samples())
+        change(prefix, ".bin", 4, 9)
+        killed = killed_at(step, lambda prefix=prefix: rebuild(prefix, accept_contents=True))  # type: ignore[misc]
+        unpublished = [f"{prefix}.building/done.json", f"{prefix}.building/.seq.idx", f"{prefix}.seq.idx"]
+        if killed and all(map(os.path.exists, unpublished)):
+            waiting += 1
+            refused = command("rebuild", prefix)
+            assert (refused.code, "of a killed rebuild --accept-contents" in refused.err) == (1, True), refused
+        for dry in (["--dry-run"], []):
+            done = command("rebuild", prefix, "--accept-contents", *dry)
+            assert done.code == 0, done
+        assert [entry["file"] for entry in read_header(prefix).metadata["accepted"]] == [".bin"]
+        assert verify_shard(prefix, full=True).ok
+        step += stride
+    assert step > 20
+    assert waiting > 1 // stride

@@ -662,6 +662,7 @@ def test_a_pickled_file_comes_with_the_summary_that_bridge_opens(tmp_path: Path)
     assert not target.exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     ("to", "padding"), [("parquet", ["--pad-seq-to-mult", "4", "--eod-id", "1"]), ("parquet", []), ("npy", [])]

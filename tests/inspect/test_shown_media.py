@@ -335,7 +335,7 @@ def test_hostile_images_stay_text(tmp_path: Path) -> None:
     assert "hacked" not in page.text["script"] + page.text["style"]
 
 
-@pytest.mark.parametrize("decode", [None, decode_hostile])
+@pytest.mark.parametrize("decode", [None, pytest.param(decode_hostile, marks=pytest.mark.slow)])
 def test_a_page_of_many_images_is_less_than_a_megabyte(tmp_path: Path, decode: Any) -> None:
     files = [png(300, 200 + i, i) for i in range(80)]  # noise, which JPEG cannot compress well
     packs = [

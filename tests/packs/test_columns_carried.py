@@ -16,7 +16,7 @@ import sample_packs as samples
 from chats import command
 from columned import SOURCE, SPECS, values_of
 from disks import filled, mounted
-from kills import killed_at
+from kills import killed_at, kills_at
 from numpy.typing import NDArray
 from object_folders import serve_folder
 from sample_packs import assert_holds, demo_samples
@@ -329,13 +329,14 @@ def test_a_folder_is_looked_at_as_often_for_many_shards_as_for_few(
 # ---- killed ----
 
 
-def test_a_merge_that_is_killed_leaves_the_shard_with_all_it_lists_or_none(tmp_path: Path) -> None:
+@kills_at
+def test_a_merge_that_is_killed_leaves_the_shard_with_all_it_lists_or_none(tmp_path: Path, stride: int) -> None:
     for i in range(3):
         write_columned(tmp_path / f"s{i}", PACKS[5 * i : 5 * i + 5], FEW, first=50 * i)
     sources = [tmp_path / f"s{i}" for i in range(3)]
     merge(sources, tmp_path / "whole/x")
     whole = files_of(tmp_path / "whole")
-    step, recovered = 0, 0
+    step, recovered = stride // 2, 0
     while True:
         folder = tmp_path / f"k{step}"
         folder.mkdir()
@@ -355,19 +356,20 @@ def test_a_merge_that_is_killed_leaves_the_shard_with_all_it_lists_or_none(tmp_p
                 assert files_of(folder) == whole
         merge(sources, folder / "x", overwrite=True)
         assert files_of(folder) == whole
-        step += 1
+        step += stride
     assert files_of(folder) == whole
     assert step > 20
-    assert recovered > 3
+    assert recovered > 3 // stride
 
 
-def test_packs_of_a_killed_merge_are_recovered_with_their_columns(tmp_path: Path) -> None:
+@kills_at
+def test_packs_of_a_killed_merge_are_recovered_with_their_columns(tmp_path: Path, stride: int) -> None:
     for i in range(3):
         write_columned(tmp_path / f"s{i}", PACKS[5 * i : 5 * i + 5], FEW)
     sources = [str(tmp_path / f"s{i}") for i in range(3)]
-    step, kept = 0, set()
+    step, kept = stride // 2, set()
     while killed_at(step, lambda prefix=tmp_path / f"x{step}": merge(sources, prefix)):  # type: ignore[misc]
-        prefix, step = tmp_path / f"x{step}", step + 1
+        prefix, step = tmp_path / f"x{step}", step + stride
         if (prefix.parent / f"{prefix.name}.building").exists() and not Path(f"{prefix}.seq.idx").exists():
             left = find_remains(prefix)
             if left is None or not (left.num_packs or left.is_complete):
@@ -384,10 +386,11 @@ def test_packs_of_a_killed_merge_are_recovered_with_their_columns(tmp_path: Path
     assert 15 in kept
 
 
-def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path) -> None:
+@kills_at
+def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path, stride: int) -> None:
     write_columned(tmp_path / "s", PACKS[:12], FEW)
     attach(tmp_path / "s", "late", "sequence")
-    step = 0
+    step = stride // 2
     while True:
         folder = tmp_path / str(step)
         folder.mkdir()
@@ -402,7 +405,7 @@ def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path) -> No
         merge([folder / f"x-0000{i}-of-00002" for i in range(2)], folder / "y", durable=False)
         for name in [*FEW, "late"]:
             assert (folder / f"y.{name}.col").read_bytes() == (tmp_path / f"s.{name}.col").read_bytes()
-        step += 1
+        step += stride
     assert len(list(folder.iterdir())) == 2 * (len(SUFFIXES) + 4)
     assert step > 30
 
@@ -536,12 +539,13 @@ def test_attached_columns_that_may_not_be_listed_are_said_to_be_left(
     assert files_of(tmp_path / "back").keys() == files_of(tmp_path).keys() - {".late.col"}
 
 
-def test_a_copy_that_is_killed_is_no_shard_or_a_whole_one_and_goes_on(tmp_path: Path) -> None:
+@kills_at
+def test_a_copy_that_is_killed_is_no_shard_or_a_whole_one_and_goes_on(tmp_path: Path, stride: int) -> None:
     write_columned(tmp_path / "old", PACKS[:4], {"source": SOURCE, "other": ColumnSpec("pack", "u1")})
     write_columned(tmp_path / "new", PACKS, FEW)
     attach(tmp_path / "new", "late", "token")
     old, new = files_of(tmp_path, "old"), files_of(tmp_path, "new")
-    step, killed = 0, True
+    step, killed = stride // 2, True
     while killed:
         target = tmp_path / str(step) / "x"
         copy_shard(str(tmp_path / "old"), str(target))
@@ -551,7 +555,7 @@ def test_a_copy_that_is_killed_is_no_shard_or_a_whole_one_and_goes_on(tmp_path: 
             assert {name: found[name] for name in found if not name.endswith(".building")} in (old, new)
         copy_shard(str(tmp_path / "new"), str(target), overwrite=True)
         assert files_of(target.parent) == new
-        step += 1
+        step += stride
     assert step > 30
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import MADE, command, preprocess
-from kills import killed_at
+from kills import killed_at, kills_at
 from object_folders import serve_folder
 from sample_packs import Sample, demo_samples, five_files, write_samples
 
@@ -41,8 +41,11 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_copy_killed_at_any_step_is_no_shard_or_a_whole_one_and_the_next_ends_it(shard: str, tmp_path: Path) -> None:
-    step, killed = 0, True
+@kills_at
+def test_a_copy_killed_at_any_step_is_no_shard_or_a_whole_one_and_the_next_ends_it(
+    shard: str, tmp_path: Path, stride: int
+) -> None:
+    step, killed = stride // 2, True
     while killed:
         target = tmp_path / f"to-{step}/train"
         killed = killed_at(step, lambda target=target: copy_shard(shard, str(target)))
@@ -51,14 +54,15 @@ def test_a_copy_killed_at_any_step_is_no_shard_or_a_whole_one_and_the_next_ends_
         copy_shard(shard, str(target))
         assert five_files(target) == five_files(shard)
         assert names(target.parent) == {"train" + suffix for suffix in SUFFIXES}
-        step += 1
+        step += stride
     assert step > 10
 
 
-def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path: Path) -> None:
+@kills_at
+def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path: Path, stride: int) -> None:
     write_samples(tmp_path / "other", demo_samples(4))
     old, new = five_files(tmp_path / "other"), five_files(shard)
-    step, killed = 0, True
+    step, killed = stride // 2, True
     while killed:
         target = tmp_path / f"to-{step}/train"
         copy_shard(str(tmp_path / "other"), str(target))
@@ -67,11 +71,14 @@ def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path
             assert five_files(target) in (old, new)
         copy_shard(shard, str(target), overwrite=True)
         assert five_files(target) == new
-        step += 1
+        step += stride
 
 
 @pytest.mark.parametrize("work", ["replacing", "removing"])
-def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: str, tmp_path: Path, work: str) -> None:
+@kills_at
+def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(
+    shard: str, tmp_path: Path, work: str, stride: int
+) -> None:
     """The old shard differs only in masks and header."""
     masked = [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
 
@@ -81,30 +88,31 @@ def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: st
         else:
             remove_shard(ShardPaths.of(target))
 
-    step, killed = 0, True
+    step, killed = stride // 2, True
     while killed:
         target = tmp_path / f"to-{step}/train"
         copy_shard(shard, str(target))
         killed = killed_at(step, lambda target=target: change(target))
         copy_shard(shard, str(target), overwrite=work == "replacing")
         assert five_files(target) == five_files(shard)
-        step += 1
+        step += stride
     assert step > 5
 
 
-def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_path: Path) -> None:
+@kills_at
+def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_path: Path, stride: int) -> None:
     """It copies only masks and header, and keeps the other files."""
     write_samples(
         tmp_path / "old", [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
     )
-    step, killed = 0, True
+    step, killed = stride // 2, True
     while killed:
         target = tmp_path / f"to-{step}/train"
         copy_shard(str(tmp_path / "old"), str(target))
         killed = killed_at(step, lambda target=target: copy_shard(shard, str(target), overwrite=True))
         write_samples(target, demo_samples(3), overwrite=True)
         assert len(Shard(target)) == 3
-        step += 1
+        step += stride
     assert step > 10
 
 
@@ -165,10 +173,11 @@ def test_a_copy_keeps_no_file_that_another_command_changes(
     assert five_files(target) == five_files(shard)
 
 
-def test_a_copy_that_lost_a_file_before_its_renames_is_made_anew(shard: str, tmp_path: Path) -> None:
-    step, found = 0, 0
+@kills_at
+def test_a_copy_that_lost_a_file_before_its_renames_is_made_anew(shard: str, tmp_path: Path, stride: int) -> None:
+    step, found = stride // 2, 0
     while killed_at(step, lambda target=tmp_path / f"{step}/x": copy_shard(shard, str(target))):
-        target, step = tmp_path / f"{step}/x", step + 1
+        target, step = tmp_path / f"{step}/x", step + stride
         if not (lost := Path(f"{target}.building/.loss.bin")).exists() or not is_set_aside(str(target)):
             continue
         found += 1
@@ -177,7 +186,7 @@ def test_a_copy_that_lost_a_file_before_its_renames_is_made_anew(shard: str, tmp
             copy_shard(shard, str(target))
         copy_shard(shard, str(target), overwrite=True)
         assert five_files(target) == five_files(shard)
-    assert found > 1
+    assert found > 1 // stride
 
 
 def test_progress_ends_at_the_size_of_the_shard_whatever_was_there(shard: str, tmp_path: Path) -> None:

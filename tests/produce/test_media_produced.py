@@ -121,9 +121,13 @@ def test_a_catalog_has_the_images_of_its_rows(folder: Path, calm: Path) -> None:
     assert taken == sum(len(Shard(prefix)) for prefix in prefixes)
 
 
-def test_workers_and_kills_change_no_byte(folder: Path, calm: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_workers_change_no_byte(folder: Path, calm: Path, tmp_path: Path) -> None:
     assert produced(folder, tmp_path / "workers", "--workers", 2).code == 0
     assert files_in(tmp_path / "workers") == files_in(calm)
+
+
+def test_a_kill_changes_no_byte(folder: Path, calm: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     given = ["produce", "--catalog", again, *options(folder), *SMALL, "--workers", 0]
     run = subprocess.Popen(

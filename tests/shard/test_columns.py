@@ -21,7 +21,7 @@ from chats import command
 from columned import SOURCE, SPECS, assert_columns, unchecked, values_of, write_columned
 from hypothesis import given
 from hypothesis import strategies as st
-from kills import killed_at, leave_complete
+from kills import killed_at, kills_at, leave_complete
 from rebuilding import damage
 from sample_packs import assert_holds, demo_samples, tree_of, write_samples
 from shard_folders import files_of as open_files_of
@@ -401,8 +401,9 @@ def test_a_path_of_a_column_is_taken_for_its_prefix() -> None:
 
 
 @pytest.mark.parametrize(("old", "renames"), [(False, True), (True, True), (False, False)])
+@kills_at
 def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
-    tmp_path: Path, old: bool, renames: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stride: int, old: bool, renames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 64)
     if not renames:  # as on NFS, where a file has both names for a moment
@@ -412,7 +413,7 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
     def build(folder: Path) -> None:
         write_columned(folder / "x", PACKS[:20], specs, overwrite=True, durable=True)
 
-    step, recovered = 0, 0
+    step, recovered = stride // 2, 0
     while True:
         folder = tmp_path / str(step)
         folder.mkdir()
@@ -442,9 +443,9 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
         build(folder)
         assert_columns(Shard(folder / "x"), specs)
         assert sorted(os.listdir(folder)) == sorted([f"x{s}" for s in SUFFIXES] + [f"x.{name}.col" for name in specs])
-        step += 1
+        step += stride
     assert step > 20
-    assert recovered > 5
+    assert recovered > 5 // stride
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, -1, 1])

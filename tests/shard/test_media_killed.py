@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kills import killed_at
+from kills import killed_at, kills_at
 from media_samples import MediaSample, as_plain, media_samples, seven_files, write_media
 from sample_packs import assert_is, folder_of, opens, tree_of, write_samples
 
@@ -89,7 +89,8 @@ def test_packs_are_recovered_with_all_their_items_whatever_file_lost_its_end(tmp
     assert len({count for _, count in counts}) > 2
 
 
-def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path) -> None:
+@kills_at
+def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path, stride: int) -> None:
     """This includes a recovery of fewer packs than were logged."""
     for lost in (0, 40):
         kept = tmp_path / f"kept-{lost}"
@@ -100,7 +101,7 @@ def test_a_recovery_that_is_killed_at_any_step_can_be_run_again(tmp_path: Path) 
         recover(tmp_path / f"calm{lost}")
         wanted = seven_files(tmp_path / f"calm{lost}")
         assert (len(Shard(tmp_path / f"calm{lost}")) < len(SAMPLES)) == (lost > 0)
-        for step in range(100):
+        for step in range(stride // 2, 100, stride):
             prefix = tmp_path / str(lost) / str(step) / "x"
             prefix.parent.mkdir(parents=True)
             shutil.copytree(kept, f"{prefix}.building")
@@ -201,8 +202,8 @@ def shards_in(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", [*works(Path())])
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_a_step_the_old_shard_or_the_new_one_is_whole(tmp_path: Path, name: str, every: int) -> None:
+@kills_at
+def test_killed_at_a_step_the_old_shard_or_the_new_one_is_whole(tmp_path: Path, name: str, stride: int) -> None:
     """Running the command again gives the same result as without the kill."""
     sources = sources_in(tmp_path)
     before, work = works(sources)[name]
@@ -213,8 +214,8 @@ def test_killed_at_a_step_the_old_shard_or_the_new_one_is_whole(tmp_path: Path, 
     for each in new:
         assert verify_shard(tmp_path / "calm" / each, full=True).ok
     seen = set()
-    first = random.Random(name).randrange(every)
-    for step in range(first, 400, every):
+    first = random.Random(name).randrange(stride)
+    for step in range(first, 400, stride):
         folder = tmp_path / str(step)
         put_before(sources, before, folder)
         if not killed_at(step, lambda folder=folder: work(folder / "x")):  # type: ignore[misc]

@@ -11,8 +11,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,35 +85,42 @@ def done_or_nothing_there(finish: Callable[[Path], None], prefix: Path) -> bool:
     return True
 
 
-def killed_states(folder: Path, *, replaces: bool) -> Iterator[tuple[int, bool]]:
-    """Yield the steps of a writer at which a kill leaves a new state, and whether the output is complete."""
-    seen = set()
-    for step in itertools.count():
-        prefix = folder / f"look-{step}" / "x"
-        if replaces:
-            write_old(prefix)
-        if not killed_at(step, lambda prefix=prefix: write_new(prefix, durable=True)):  # type: ignore[misc]
-            assert step > 20
-            return
-        prefix.parent.mkdir(exist_ok=True)
-        what = (*tree_of(prefix.parent), (prefix.parent / "x.building").exists())
-        if what not in seen:
-            seen.add(what)
-            yield step, (prefix.parent / "x.building" / "done.json").exists()
+@pytest.fixture(scope="module")
+def killed_states(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[tuple[int, bool]]]:
+    """Return the steps of a writer at which a kill leaves a new state, and whether the output is complete."""
+
+    @cache
+    def states(replaces: bool) -> list[tuple[int, bool]]:
+        folder, seen, found = tmp_path_factory.mktemp("states"), set(), []
+        for step in itertools.count():
+            prefix = folder / f"{step}" / "x"
+            if replaces:
+                write_old(prefix)
+            if not killed_at(step, lambda prefix=prefix: write_new(prefix, durable=True)):  # type: ignore[misc]
+                assert step > 20
+                return found
+            prefix.parent.mkdir(exist_ok=True)
+            what = (*tree_of(prefix.parent), (prefix.parent / "x.building").exists())
+            if what not in seen:
+                seen.add(what)
+                found.append((step, (prefix.parent / "x.building" / "done.json").exists()))
+        raise AssertionError
+
+    return states
 
 
 @pytest.mark.parametrize("finisher", FINISHERS)
 @pytest.mark.parametrize("replaces", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_build_and_its_recovery_may_be_killed_at_any_step(
-    tmp_path: Path, replaces: bool, finisher: str, stride: int
+    tmp_path: Path, killed_states: Callable[[bool], list[tuple[int, bool]]], replaces: bool, finisher: str, stride: int
 ) -> None:
     """With a stride, each state is tested with a few steps of the recovery; together, all steps are tested."""
     finish = FINISHERS[finisher]
     write_new(tmp_path / "calm" / "x")
     expected = five_files(tmp_path / "calm" / "x")
     most, states = 0, set[tuple[str, str]]()
-    for number, (step, is_complete) in enumerate(killed_states(tmp_path, replaces=replaces)):
+    for number, (step, is_complete) in enumerate(killed_states(replaces)):
         for again in itertools.count(number % stride, stride):
             prefix = tmp_path / f"{step}-{again}" / "x"
             if replaces:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kills import killed_at
+from kills import killed_at, kills_at
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, building, publish
@@ -302,7 +302,8 @@ def test_of_two_writers_of_an_output_the_second_is_refused(tmp_path: Path, folde
 
 @pytest.mark.parametrize("old", [False, True], ids=["free", "replaced"])
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
-def test_killed_at_every_step_and_taken_over(tmp_path: Path, folder: bool, old: bool) -> None:
+@kills_at
+def test_killed_at_every_step_and_taken_over(tmp_path: Path, folder: bool, old: bool, stride: int) -> None:
     """Only one folder is left, the old or the new output is complete, and the next writer finishes the work."""
 
     def write(place: Path, content: bytes) -> None:
@@ -317,7 +318,7 @@ def test_killed_at_every_step_and_taken_over(tmp_path: Path, folder: bool, old: 
     write(tmp_path / "old", OURS + b"old")
     write(tmp_path / "new", OURS + b"new")
     whole = [content_of(tmp_path / name) for name in ("old", "new")]
-    step, inner, again = 0, 0, True
+    step, inner, again = stride // 2, 0, True
     while True:
         here = tmp_path / f"{step}"
         here.mkdir()
@@ -338,7 +339,7 @@ def test_killed_at_every_step_and_taken_over(tmp_path: Path, folder: bool, old: 
         write(here / "x", OURS + b"new")
         assert content_of(here / "x") == whole[1]
         assert {*os.listdir(here)} == {".x.tmp", "x.tmp", "x"}
-        step += 1
+        step += stride
     assert step > 12
 
 

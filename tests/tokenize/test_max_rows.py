@@ -97,7 +97,7 @@ def test_a_bad_row_behind_the_last_one_is_no_error(
 ) -> None:
     be_quick(monkeypatch)
     rows = [row for row in rows_of(220) if is_usable(row)]
-    for bad_at in (1, 60, 61, 100):
+    for bad_at in (60,) if workers else (1, 60, 61, 100):
         source = write_rows(tmp_path / f"{bad_at}.jsonl", [*rows[:bad_at], {"messages": []}, *rows[bad_at:]])
         for most in (bad_at - 1, bad_at, bad_at + 1):
             if not most:
