@@ -151,12 +151,12 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
     mask = bytearray(len(text))
     for start, stop in spans:
         mask[start:stop] = b"\1" * (stop - start)
-    stops = _stops(design, text, mask)
+    stops = tags_that_stop(design, text, mask)
     found = [*_about_words(chat, text, mask, stops), *_about_headers(design, text, mask, stops)]
     return found if design.markers != "none" else [*found, *_about_ends(design, text, mask)]
 
 
-def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
+def tags_that_stop(design: Design, text: str, mask: bytearray) -> set[int]:
     """Return the starts of tags of another role's turn at which a model stops, because nothing else ends its turn."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
     answer = header_of(design, "assistant")
@@ -172,11 +172,16 @@ def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
     }
 
 
+def is_in_tag(at: int, tags: set[int]) -> bool:
+    """Return whether a word at this position is the name in one of these tags."""
+    return not tags.isdisjoint(range(at - 3, at))
+
+
 def _about_words(chat: Chat, text: str, mask: bytearray, stops: set[int]) -> Iterator[str]:
     times = dict.fromkeys(chat.said, 0)
     for match in WORD.finditer(text):
         trained, word = mask[match.start() : match.end()], match[0]
-        if match[1] in "ustdhz" and any(trained) and not stops.intersection(range(match.start() - 3, match.start())):
+        if match[1] in "ustdhz" and any(trained) and not is_in_tag(match.start(), stops):
             yield f"trains {word}"
         elif match[1] in "arkv" and not all(trained):
             yield f"does not train {word}"

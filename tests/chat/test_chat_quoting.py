@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from template_grammar import SPECIAL, Design, designs, header_of, source_of
-from template_search import WORD, Chat, Talking, chats, renderings, template_of
+from template_search import WORD, Chat, Talking, chats, is_in_tag, renderings, tags_that_stop, template_of
 from template_styles import STYLES
 from transformers.utils import chat_template_utils
 
@@ -88,15 +88,16 @@ def quotes_of(design: Design) -> list[str]:
     ]
 
 
-def wrong_words(chat: Chat, rendered: Rendered) -> list[str]:
+def wrong_words(chat: Chat, rendered: Rendered, design: Design | None = None) -> list[str]:
     """Return words that are wrongly trained on or wrongly not trained on."""
     mask = bytearray(len(rendered.text))
     for span in rendered.spans:
         mask[span.start : span.stop] = b"\1" * (span.stop - span.start)
     found = []
+    stops = tags_that_stop(design, rendered.text, mask) if design else set[int]()
     for match in WORD.finditer(rendered.text):
         trained = mask[match.start() : match.end()]
-        if match[1] in "ustdhz" and any(trained):
+        if match[1] in "ustdhz" and any(trained) and not is_in_tag(match.start(), stops):
             found.append(f"trains {match[0]}")
         elif match[1] in "arv" and not all(trained):
             found.append(f"does not train {match[0]}")
@@ -112,7 +113,7 @@ def judged(template: ChatTemplate, design: Design, chat: Chat) -> str:
     except (RowError, SequenceError, FormatError):
         kept = any(all(word in text for word in chat.said) for text in renderings(design, chat))
         return "refused" if kept else "lost"
-    found = wrong_words(chat, rendered)
+    found = wrong_words(chat, rendered, design)
     if found:
         raise AssertionError("\n".join([*found, repr(rendered), source_of(design), json.dumps(chat.row)]))
     return "handled"
@@ -221,3 +222,34 @@ def test_markers_around_every_role_are_refused_or_taken_as_they_stand() -> None:
         return_assistant_tokens_mask=True,
     )
     assert len(trained) == len(marked[0])
+
+
+# Text that is collected before it is written cannot be traced. The header of a result has the name of the function.
+COLLECTED = (
+    "{%- set ns = namespace(out='') -%}{%- for m in messages -%}"
+    "{%- set ns.out = ns.out + '<|' + m.role + '|>' + (m.get('name') or '') + (m.content or '') -%}"
+    "CALLS{%- if m.role == 'assistant' -%}{%- set ns.out = ns.out + '</s>' -%}{%- endif -%}"
+    "{%- endfor -%}{{- ns.out -}}"
+)
+WRITES = "{%- for c in m.tool_calls or [] -%}{%- set ns.out = ns.out + '<call>' + c.function.name -%}{%- endfor -%}"
+
+
+@pytest.mark.parametrize("content", ["", "Let me look."])
+@pytest.mark.parametrize("written", [True, False])
+def test_the_name_in_the_header_of_a_result_is_no_call(written: bool, content: str) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    row = [
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": "There."},
+        {"role": "assistant", "content": "It is there."},
+    ]
+    source = COLLECTED.replace("CALLS", WRITES if written else "")
+    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=[*SPECIAL.values()], name="t.jinja")
+    if written:
+        rendered = template.render(Conversation(row, [1] * 4))
+        spans = [rendered.text[one.start : one.stop] for one in rendered.spans]
+        assert spans == [f"{content}<call>look</s>", "It is there.</s>"]
+        return
+    with pytest.raises(SequenceError, match="drops 1 of 1 calls of look of assistant message 2"):
+        template.render(Conversation(row, [1] * 4))

@@ -193,7 +193,7 @@ class EdgeFinder:
         Gemma 4 writes <|tool_response> after the calls at the end of a conversation, so the model has to write it. If
         results follow, the same token begins their text.
         """
-        closed = self._view(turn.message + 1)
+        closed = self.closed(turn.message)
         if closed is None or not closed.startswith(self._text[:stop]):
             return stop
         token = closed[stop:].strip()
@@ -203,7 +203,7 @@ class EdgeFinder:
 
     def ends_alike(self, turn: Turn, stop: int) -> bool:
         """Return whether a turn ends alike at the end of the conversation; True if that is not rendered."""
-        closed = self._view(turn.message + 1)
+        closed = self.closed(turn.message)
         if closed is None or not closed.startswith(self._text[: turn.said]):
             return True
         tail, end = closed[turn.said :].strip(), self._text[turn.said : stop].strip()
@@ -213,6 +213,10 @@ class EdgeFinder:
     def fed(self, message: int) -> str | None:
         """Return the text that a server feeds before the turn at this position; None if the template rejects it."""
         return self._view(message, prompt=True)
+
+    def closed(self, message: int) -> str | None:
+        """Return the conversation up to and including a message; None if the template rejects it."""
+        return self._view(message + 1)
 
     def start(self, turn: Turn, own: int | None, reasons: bool, thinks: bool, traced: bool) -> int:
         """Return the position at which the model starts to write a turn.
@@ -275,7 +279,7 @@ class EdgeFinder:
     def stop_of_untraced(self, turn: Turn) -> int:
         """Return the same as ``stop_of_traced`` if only the positions of the data's strings in the text are known."""
         message, _, _, said, high = turn
-        text, last = self._text, self._view(message + 1) == self._text
+        text, last = self._text, self.closed(message) == self._text
         openings = self._openings(message, "")
         alone = last and not any(opening in text[said:high] for opening in openings)
         if alone and self._tail_elsewhere(turn) is None:
@@ -299,7 +303,7 @@ class EdgeFinder:
         text, said, tail = self._text, turn.said, self._tail_elsewhere(turn)
         if tail is None:
             return said, False
-        last = self._view(turn.message + 1) == text
+        last = self.closed(turn.message) == text
         if tail.strip():  # a template that trims captured text may write other whitespace after the words
             tail = text[said : len(text) - len(text[said:].lstrip())] + tail.lstrip()
         tail = tail if last else tail.rstrip()
@@ -315,7 +319,7 @@ class EdgeFinder:
         That is nothing or, if nothing follows here, an artificial question. None if the template rejects that, or if
         the turn is not found there, not even by its last characters (Mistral's templates write the tools elsewhere).
         """
-        said, other = turn.said, self._view(turn.message + 1)
+        said, other = turn.said, self.closed(turn.message)
         if other == self._text:  # the turn is last, or the messages after it write nothing
             other = self._view(len(self._messages), ASKED)
         if other is None:
@@ -371,7 +375,7 @@ class EdgeFinder:
             tags = [tag[0] for tag in TAG.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
-        closed = (self._view(message + 1) or "").rstrip()
+        closed = (self.closed(message) or "").rstrip()
         more = head.lstrip().removeprefix(opening)
         ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))
         if opening and more.strip() and ends:

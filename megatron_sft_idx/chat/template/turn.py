@@ -235,6 +235,15 @@ class TurnFinder:
         inside = mine or any(self._text.find(piece.text, low, high) >= 0 for piece in pieces)
         return [Segment(low, high, 0, message)] if inside else []
 
+    def _text_if_last(self, message: int) -> str | None:
+        """Return the text after the last words of other messages if this message ends the conversation, or None."""
+        closed = self._edges.closed(message)
+        if closed is None:
+            return None
+        placed = [one for one in self._row.placed_in(closed) if not one.shared]
+        others = (one.stop for one in placed if self._holes[one.number].message != message)
+        return closed[max(others, default=0) :]
+
     def _find(self, words: str, segments: list[Segment]) -> int:
         for segment in segments:
             at = self._text.find(words, segment.start, segment.stop)
@@ -281,12 +290,15 @@ class TurnFinder:
             elif piece.kind == "content" and piece not in standing:
                 raise self._refused(message, f"the words {said_token(message, 'content')}", how)
         names = [piece.text for piece in pieces if piece.kind == "call"]
-        text = "\n".join(self._text[one.start : one.stop] for one in segments)
+        texts = ["\n".join(self._text[one.start : one.stop] for one in segments)]
+        # Untraced text may extend into the header of a result, which may repeat the name of the function.
+        if names and not self._written.get(message) and (alone := self._text_if_last(message)) is not None:
+            texts.append(alone)
         for ends in self._rules.ends:
             if any(name in ends for name in names):
-                text = text.replace(ends, "\n")
+                texts = [text.replace(ends, "\n") for text in texts]
         for name in dict.fromkeys(names):
-            lacking = names.count(name) - len(re.findall(_name_pattern(name), text))
+            lacking = names.count(name) - min(len(re.findall(_name_pattern(name), text)) for text in texts)
             if lacking > 0:
                 raise self._refused(
                     message,
