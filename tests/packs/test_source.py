@@ -123,7 +123,7 @@ def test_every_sequence_names_its_row(tmp_path, encoder):
     assert str(tmp_path).encode() not in b"".join(files_of(tmp_path / "one").values())
 
     # The same bytes for any workers and in every run.
-    for number, options in enumerate((["--workers", 2], ["--workers", 2, "--output-shards", 1], [])):
+    for number, options in enumerate((["--workers", 2, "--output-shards", 1], [])):
         assert files_of(built(tmp_path / f"again{number}", paths, *options)) == files_of(tmp_path / "one")
     shards = tmp_path / "three"
     built(shards, paths, "--output-shards", 3, "--workers", 2)

@@ -181,6 +181,8 @@ def test_packs_with_images_say_which_row_they_come_from(folder: Path, tmp_path: 
                 begin, end = bounds[place : place + 2]
                 shown = [item for item in as_plain(pack["media"]) if begin <= item[1] < end]
                 assert [data for *_, data in shown] == images_of(rows[row])
+                if row % 9:
+                    continue
                 said = command("inspect", tmp_path / name, "--row", f"rows.jsonl:{row + 1}")
                 assert f"rows.jsonl:{row + 1}: pack {number}, sequence {place}\n" in said.out
                 assert f"(rows.jsonl:{row + 1})" in command("inspect", tmp_path / name, "--pack", number).out

@@ -227,7 +227,7 @@ def tokens_of(packs: Any) -> list[tuple[list[int], list[int], list[int]]]:
     return [(p["input_ids"].tolist(), p["loss_mask"].tolist(), p["seq_boundaries"].tolist()) for p in packs]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_data_loader_workers_read_the_same(tmp_path: Path, method: str) -> None:
     write_samples(tmp_path / "x", PACKS)
     ours = SFTIndexedDataset(str(tmp_path / "x"))

@@ -75,12 +75,14 @@ def test_nothing_is_left_of_a_program_that_is_killed(tmp_path: Path, program: su
     assert not left(processes)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, program: subprocess.Popen[bytes]) -> None:
     processes = started(tmp_path, program)
     os.kill(processes[0][0], signal.SIGKILL)
     assert not left(processes)
 
 
+@pytest.mark.slow
 def test_ranks_end_in_peace_when_their_launcher_is_asked_to_end(tmp_path: Path) -> None:
     """torchrun forwards SIGTERM to the ranks, and ends the other ranks if one is killed."""
     (tmp_path / "rank.py").write_text(RANK)

@@ -298,7 +298,9 @@ print(next(taken)["tokens"].shape)
 # ---- torch's DataLoader ----
 
 
-@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "start"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+)
 def test_a_plain_dataloader_gets_whole_batches(assembler: BatchAssembler, workers: int, start: str | None) -> None:
     batches = batches_of(26)
     loader: Any = DataLoader(
