@@ -148,7 +148,6 @@ def rows_of(dataset: Any) -> dict[int, str]:
     return {i: digest_of(dataset[i]) for i in range(len(dataset))}
 
 
-@pytest.mark.slow
 def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["blend"]["sizes"] == ranks[1]["blend"]["sizes"]
     names = [path.name for path in (folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy")]
