@@ -221,7 +221,7 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
             prefix = again()
             done = command("rebuild", prefix)
             assert done.code == 0 or done.err != said, said
-        if "remove the folder " in said:
+        if "remove the folder /" in said:
             assert (
                 f"remove the folder {prefix}.building and the output {prefix}, unless that is complete; then run"
                 in said
