@@ -27,6 +27,9 @@ sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/t
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+# Pages show when they were made, and tests compare pages made at different times.
+os.environ["SOURCE_DATE_EPOCH"] = "1787564100"
+
 # Restore Ctrl-C: a shell starts background jobs with SIGINT ignored, and tests need it in child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -449,7 +449,7 @@ class Building:
 
     def release(self) -> None:
         """``close``, and ``discard`` the folder if nothing was begun in it."""
-        if not self.closed and not os.path.lexists(self.path(BUILD)):
+        if not self.closed and not any(os.path.lexists(self.path(name)) for name in (BUILD, DONE)):
             self.discard()
         self.close()
 

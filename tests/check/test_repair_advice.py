@@ -274,7 +274,11 @@ def test_what_is_advised_about_a_killed_build_works(tmp_path: Path, replaces: bo
     for folder in left if every else left[-4:-1]:
         follow_up(tmp_path, folder, lambda folder: None)
         names = tree_of(folder).keys() - ({"x.seq.idx"} if replaces else set())
-        few = {"x.bin", *(f"x.building/{name}" for name in (".loss.bin", ".seq.idx", "build.json", "done.json"))}
+        few = {
+            "x.bin",
+            "x.seq.idx",
+            *(f"x.building/{name}" for name in (".loss.bin", ".seq.idx", "build.json", "done.json")),
+        }
         for name in names if every else names & few:
             for kind in ("lost", "changed", "changed at its start", "cut short")[:: 1 if every else 2]:
                 follow_up(tmp_path, folder, damaged(name, kind))
