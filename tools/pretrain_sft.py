@@ -77,7 +77,7 @@ from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
 from megatron_sft_idx.training.pretraining import PretrainingPacks
 from megatron_sft_idx.training.provider import build_datasets
-from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
+from megatron_sft_idx.training.rows import PackedBatchSampler, Rows, rows_of, stored_packs
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
 
 # From megatron.core 0.18 on.
@@ -151,13 +151,20 @@ def build_parser() -> argparse.ArgumentParser:
     add_read_options(data)
 
     model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", type=positive, default=2)
-    model.add_argument("--hidden-size", type=positive, default=64)
-    model.add_argument("--num-attention-heads", type=positive, default=4)
+    model.add_argument("--num-layers", type=positive, default=2, help="number of layers (default: %(default)s)")
+    model.add_argument("--hidden-size", type=positive, default=64, help="width of the layers (default: %(default)s)")
+    model.add_argument(
+        "--num-attention-heads", type=positive, default=4, help="attention heads of each layer (default: %(default)s)"
+    )
     model.add_argument(
         "--vocab-size", type=positive, help="number of rows of the embedding; default: enough for the tokenizer"
     )
-    model.add_argument("--init-method-std", type=float, default=0.02)
+    model.add_argument(
+        "--init-method-std",
+        type=float,
+        default=0.02,
+        help="standard deviation of the initial weights (default: %(default)s)",
+    )
     model.add_argument("--bf16", action="store_true", help="train in bfloat16; required for te")
     model.add_argument(
         "--attention",
@@ -166,22 +173,45 @@ def build_parser() -> argparse.ArgumentParser:
         help=(
             "thd: segment by segment, on any machine; mask: a block-diagonal mask; unpacked: one row per sequence;"
             " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has"
-            " run"
+            " run (default: %(default)s)"
         ),
     )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--micro-batch-size", type=positive, default=1)
-    training.add_argument("--global-batch-size", type=positive, default=4)
+    training.add_argument(
+        "--micro-batch-size",
+        type=positive,
+        default=1,
+        help="packs that a process computes at once (default: %(default)s)",
+    )
+    training.add_argument(
+        "--global-batch-size",
+        type=positive,
+        default=4,
+        help="packs of a step, on all processes together (default: %(default)s)",
+    )
     training.add_argument(
         "--balance-attention", action="store_true", help="give all processes the same amount of attention to compute"
     )
     training.add_argument("--train-iters", type=int, help="number of steps; default: 50; required for live data")
-    training.add_argument("--eval-iters", type=int, default=0, help="number of validation steps after training")
-    training.add_argument("--lr", type=float, default=1e-3)
-    training.add_argument("--clip-grad", type=float, default=1.0)
-    training.add_argument("--weight-decay", type=float, default=0.01)
-    training.add_argument("--seed", type=int, default=1234)
+    training.add_argument(
+        "--eval-iters", type=int, default=0, help="number of validation steps after training (default: %(default)s)"
+    )
+    training.add_argument(
+        "--lr", type=float, default=1e-3, help="learning rate, the same for all steps (default: %(default)s)"
+    )
+    training.add_argument(
+        "--clip-grad", type=float, default=1.0, help="largest norm of the gradients (default: %(default)s)"
+    )
+    training.add_argument(
+        "--weight-decay", type=float, default=0.01, help="weight decay of Adam (default: %(default)s)"
+    )
+    training.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of the order of packs and of the initial weights (default: %(default)s)",
+    )
     training.add_argument(
         "--save",
         type=Path,
@@ -191,7 +221,10 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     training.add_argument(
-        "--save-interval", type=int, default=0, help="steps between checkpoints; the last step is always saved"
+        "--save-interval",
+        type=int,
+        default=0,
+        help="steps between checkpoints; 0 saves only the last step, which is always saved (default: %(default)s)",
     )
     training.add_argument(
         "--load",
@@ -215,14 +248,18 @@ def build_parser() -> argparse.ArgumentParser:
             "start from the beginning, regardless of what an earlier run has acknowledged; needs another --save folder"
         ),
     )
-    training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument(
+        "--log-interval", type=int, default=1, help="steps between printed lines (default: %(default)s)"
+    )
     training.add_argument(
         "--loss-by-source",
         action="store_true",
         help="also log the loss per input file; shards contain the file of each sequence",
     )
     training.add_argument(
-        "--metrics", type=Path, help=("write loss and gradient norm of each step to this file, as JSON lines")
+        "--metrics",
+        type=Path,
+        help="write loss, gradient norm and the numbers of the packs of each step to this file, as JSON lines",
     )
     training.add_argument("--log", action=Renamed, const="--metrics", help=argparse.SUPPRESS)
 
@@ -644,19 +681,24 @@ def load_checkpoint(
 
 
 class Log:
-    """Log one line per step on the first process: to the terminal, and as JSON if requested."""
+    """Log one line per step on the first process: to the terminal, and as JSON if requested.
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    The JSON also has the packs of the step on all processes, if ``rows`` are given.
+    """
+
+    def __init__(self, args: argparse.Namespace, rows: Rows | None) -> None:
         self.speaks = torch.distributed.get_rank() == 0
         self.interval, self.path, self.begin = args.log_interval, args.metrics, time.perf_counter()
+        self.rows = rows
 
-    def __call__(self, step: int, **values: float) -> None:
-        """Log the values of a step."""
+    def __call__(self, step: int, samples: range, **values: float) -> None:
+        """Log the values of a step and the packs of its samples."""
         if not self.speaks:
             return
         if self.path:
+            packs = {"packs": stored_packs(self.rows, samples)} if self.rows is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+                file.write(json.dumps({"step": step, **values, **packs}) + "\n")
         if step % self.interval == 0:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.say(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s")
@@ -676,7 +718,7 @@ def train(
     step: int = 0,
     observe: Observer | None = None,
     live: LiveData | None = None,
-    sources: Sequence[str] = (),
+    rows: Rows | None = None,
 ) -> list[float]:
     """Train from ``step`` to the last step, or to the end of live data; return the loss of every step.
 
@@ -688,9 +730,10 @@ def train(
         step: number of steps already done.
         observe: called with every micro-batch before it is used.
         live: the source of the batches, if it is live data.
-        sources: names of the input files whose losses are logged.
+        rows: the samples of the batches, whose packs are logged; None for live data.
     """
-    log, losses, saved = Log(args), [], step
+    log, losses, saved = Log(args, rows), [], step
+    sources = file_names(rows.assembler.source_files) if rows is not None and args.loss_by_source else ()
     model.train()
     for now in range(step + 1, args.train_iters + 1):
         if live and args.save and live.is_blocked():
@@ -710,8 +753,10 @@ def train(
         loss = run_step(args, model, itertools.chain([first], batches), observe=observe, by_source=by_source)
         _, norm, _ = optimizer.step()
         losses.append(loss)
-        args.consumed_train_samples += args.global_batch_size
-        log(now, loss=loss, grad_norm=float(norm), **{f"loss of {name}": loss for name, loss in by_source.items()})
+        samples = range(args.consumed_train_samples, args.consumed_train_samples + args.global_batch_size)
+        args.consumed_train_samples = samples.stop
+        of_files = {f"loss of {name}": loss for name, loss in by_source.items()}
+        log(now, samples, loss=loss, grad_norm=float(norm), **of_files)
         if args.save and args.save_interval and now % args.save_interval == 0:
             save_checkpoint(args, now, model, optimizer, live)
             saved = now
@@ -798,9 +843,9 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
     if step >= args.train_iters and torch.distributed.get_rank() == 0:
         print(f"nothing to train: --train-iters {args.train_iters}", flush=True)
     if step < args.train_iters:
+        rows = None if live else rows_of(training)
         batches = live or load_batches(args, training, args.consumed_train_samples)
-        sources = file_names(rows_of(training).assembler.source_files) if args.loss_by_source else ()
-        losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live, sources=sources)
+        losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live, rows=rows)
     if args.eval_iters:
         loss = evaluate(args, model, load_batches(args, validation, 0))
         if torch.distributed.get_rank() == 0:

@@ -255,7 +255,7 @@ def add_read_options(group: argparse._ActionsContainer) -> None:
             memory; pread and reopen make one system call per read, for file systems where mapping is slow or not
             allowed
         --no-mmap-bin-files  Megatron's name for --read-backend pread
-        --read-advice  access pattern for the kernel to expect; random disables its read-ahead
+        --read-advice  access pattern for the kernel to expect; random disables its read-ahead (default: %(default)s)
         --read-huge-pages  ask the kernel for huge pages
         """,
         no_mmap_bin_files={"dest": "mmap_bin_files", "action": "store_false"},

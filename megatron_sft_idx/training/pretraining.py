@@ -208,6 +208,10 @@ class PretrainingPacks(Shown):
             order.update(index)
         return order.hex()
 
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return the numbers of these rows in Megatron's ``GPTDataset``, by the path of the dataset in the blend."""
+        return {PREFIX + self.corpus.prefix: {*packs.tolist()}}
+
     def row(self, shard: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and labels of a row, int64 [seq_length]; see ``WholeRows.read``.
 

@@ -169,6 +169,10 @@ class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the pack of each sample; samples are 0 to ``num_samples`` - 1."""
 
+    @abstractmethod
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return where packs of ``source`` are stored; see ``stored_packs``."""
+
     @cached_property
     def assembler(self) -> BatchAssembler:
         """The assembler of the batches of this data set, with all columns of the source."""
@@ -286,6 +290,10 @@ class PackedRows(Rows):
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.order.pack_of(samples)
 
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return where packs of ``source`` are stored; see ``stored_packs``."""
+        return self.source.stored(packs)
+
 
 class SingleRows(PackedRows):
     """Samples of one sequence each, for Megatron's packing scheduler, which packs during training.
@@ -324,6 +332,10 @@ class PretrainingRows(Rows):
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return samples
 
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return where packs of ``source`` are stored; see ``stored_packs``."""
+        return self.source.stored(packs)
+
 
 class BlendedRows(Rows):
     """The samples of a blend, read like one data set: in whole batches, with masked samples and read-ahead.
@@ -351,6 +363,16 @@ class BlendedRows(Rows):
             packs[rows] = self._members[member].packs(numbers[rows]) + begin
         return packs
 
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return where packs of ``source`` are stored; see ``stored_packs``."""
+        found: dict[str, set[int]] = {}
+        members = np.searchsorted(self.source.packs_before, packs, side="right") - 1
+        for member in sorted(set(members.tolist())):
+            own = packs[members == member] - self.source.packs_before[member]
+            for prefix, numbers in self._members[member].stored(own).items():
+                found[prefix] = found.get(prefix, set()) | numbers  # two members may have the same shard
+        return found
+
 
 def rows_of(dataset: Any) -> Rows:
     """Return the rows of a data set that Megatron's builder made, for a ``BatchLoader``.
@@ -376,6 +398,37 @@ def rows_of(dataset: Any) -> Rows:
             "a blend of blends is not supported; blend their members directly, each with the product of its weights"
         )
     return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)
+
+
+def stored_packs(dataset: Any, samples: NDArray[np.int64] | Sequence[int]) -> dict[str, list[int]]:
+    """Return the packs that samples consist of, by the prefix of their shard.
+
+    ``megatron-sft-idx inspect PREFIX --pack N`` shows such a pack. On any number of ranks, a step trains on consecutive
+    samples: from the number of samples consumed before the step to the number consumed after it.
+
+    Args:
+        dataset: a data set for ``rows_of``.
+        samples: numbers of samples.
+
+    Returns:
+        The numbers of the packs in each shard, ascending. If packs are planned when training starts (``--repack``),
+            these are the stored packs that contain the sequences. For pretraining data, these are the numbers of rows
+            in Megatron's ``GPTDataset``, under ``pretrain:PREFIX``.
+
+    Raises:
+        IndexError: there is no such sample.
+        TypeError: see ``rows_of``.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> from megatron_sft_idx.training.provider import build_datasets
+        >>> args = Namespace(data_path=["data/chats"], split="1,0,0", seq_length=16, seed=1)
+        >>> train, _, _ = build_datasets(args, [12, 0, 0])
+        >>> stored_packs(train, range(8, 12))  # the third step with 4 samples per step
+        {'data/chats': [0, 4, 5, 6]}
+    """
+    rows = rows_of(dataset)
+    return {prefix: sorted(packs) for prefix, packs in rows.stored(rows.packs(samples)).items()}
 
 
 def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: Any) -> PackedRows:

@@ -323,6 +323,10 @@ class _ShardPacks(Shown):
         """Return the finder of images and audio of one shard; see ``PackSource``."""
         return None if self.shards.in_memory is not None else self.shards.shard(shard).items
 
+    def _by_prefix(self, shards: NDArray[Any], numbers: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return numbers of packs in shards, by the prefix of the shard; ``shards`` has the shard of each number."""
+        return {self.shards.prefixes[shard]: {*numbers[shards == shard].tolist()} for shard in set(shards.tolist())}
+
 
 def _shard_ranges(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
     """Return the shards that a range covers: the number of each, and the begin and end of the range within it."""
@@ -401,6 +405,10 @@ class StoredPacks(_ShardPacks):
         self.capacity = max(header.capacity for header in headers)
         self.sequence_multiple = math.gcd(*(header.sequence_multiple for header in headers))
         self.most_sequences = max(header.most_sequences for header in headers)
+
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return the numbers of these packs in their shards, by the prefix of the shard."""
+        return self._by_prefix(*self.shards.locate(packs + self.first))
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Return the locations of the sequences of these packs; see ``PackSource``.
@@ -528,6 +536,16 @@ class PlannedPacks(_ShardPacks):
         if self.shards.remote:
             self.shards.open_shards(in_slots(shards)[0])
         return Segments(offsets, shards, starts, lengths, None, sequences)
+
+    def stored(self, packs: NDArray[np.int64]) -> dict[str, set[int]]:
+        """Return the numbers of the stored packs that have the sequences of these packs, by the prefix of the shard."""
+        begins = self.plan.offsets[packs]
+        entries = csr_rows(begins, self.plan.offsets[packs + 1] - begins)[1]
+        shards, numbers = self.plan.shards[entries], self.plan.starts[entries]
+        for shard in set(shards.tolist()):
+            rows = shards == shard
+            numbers[rows] = self.shards.shard(shard).token_offsets.searchsorted(numbers[rows], side="right") - 1
+        return self._by_prefix(shards, numbers)
 
     def _make(self) -> PlacedPlan:
         """Pack the sequences. The plan is in the order of the packs, so that reading a pack touches few pages of it."""

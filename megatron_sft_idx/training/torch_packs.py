@@ -336,9 +336,12 @@ def as_torch(
     """Return packs as a data set for a ``DataLoader`` or ``Trainer``; models of transformers accept its batches.
 
     In every layout, a token attends only to its own sequence, and the loss that the model returns is the mean over the
-    trained tokens. Models with layers other than attention, such as linear attention or Mamba, need the layout
-    ``padded``: in a row with several sequences, these layers would carry their state from one sequence to the next.
-    Checksums are not compared; run ``verify --full`` before a long training.
+    trained tokens. ``labels[i]`` is ``input_ids[i]``, or -100 if token i is not trained on. Labels are not shifted:
+    compare the logits at i with the label at i + 1, as models of transformers do.
+
+    Models with layers other than attention, such as linear attention or Mamba, need the layout ``padded``: in a row
+    with several sequences, these layers would carry their state from one sequence to the next. Checksums are not
+    compared; run ``verify --full`` before a long training.
 
     Args:
         source: an argument or result of ``open_dataset``; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a list of

@@ -24,6 +24,11 @@ from site_pages import navigation
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"^::: (\S+)$", REFERENCE, flags=re.MULTILINE)
+# For classes with methods that are not for programs: the members that are shown.
+MEMBERS = {
+    name: members.split(", ")
+    for name, members in re.findall(r"^::: (\S+)\n {4}options: \{members: \[(.+)\]\}$", REFERENCE, flags=re.MULTILINE)
+}
 needs_mkdocs = pytest.mark.skipif(not find_spec("mkdocstrings"), reason="MkDocs is not installed: make docs")
 
 
@@ -68,6 +73,15 @@ def test_a_name_of_the_reference_exists(name: str) -> None:
     else:
         pytest.importorskip("megatron.core")
         assert getattr(import_module(module), last).__doc__
+
+
+def test_members_of_the_reference_exist() -> None:
+    pytest.importorskip("megatron.core")
+    assert len(MEMBERS) == REFERENCE.count("options:") > 0
+    for name, members in MEMBERS.items():
+        module, _, last = name.rpartition(".")
+        there = vars(getattr(import_module(module), last))
+        assert not [member for member in members if member not in there or not there[member].__doc__], name
 
 
 def test_the_configuration_needs_no_network() -> None:
@@ -120,7 +134,10 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     assert not list(bad_links(tmp_path / "site"))
     reference = (tmp_path / "site/docs/reference.html").read_text(encoding="utf-8")
-    assert set(NAMES) <= Page(reference).anchors
+    anchors = Page(reference).anchors
+    assert set(NAMES) <= anchors
+    for name, members in MEMBERS.items():
+        assert {anchor for anchor in anchors if anchor.startswith(f"{name}.")} == {f"{name}.{each}" for each in members}
     assert "<blockquote" not in reference, "an example that is not under Example: in its docstring"
 
 

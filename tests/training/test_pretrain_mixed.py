@@ -107,6 +107,8 @@ def test_losses_by_source_and_evaluation(
     more = ["--loss-by-source", "--metrics", metrics, "--eval-iters", 2, "--split", "90,10,0"]
     run(script, options(data, *more, steps=3))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [sum(map(len, line["packs"].values())) for line in lines] == [BATCH] * 3
+    assert {path for line in lines for path in line["packs"]} == {str(data / "chats"), f"pretrain:{data}/web"}
     names = {name for line in lines for name in line if name.startswith("loss of ")}
     assert "loss of pretrain:web" in names
     assert len(names) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from training_twin import batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parents[2]
 LENGTH, STEPS, BATCH, STOP = 544, 12, 4, 5
@@ -64,13 +67,13 @@ def script() -> Iterator[ModuleType]:
         yield module
 
 
-def wanted_runs(data: Path, checkpoints: Path) -> dict[str, dict[str, Any]]:
-    """Return the runs for one process and for two."""
+def wanted_runs(data: Path, checkpoints: Path, processes: str) -> dict[str, dict[str, Any]]:
+    """Return the runs for one process or two; the metrics of ``resumed`` have the name of the processes."""
     return {
         "shard": {"options": options(data)},
         "legacy": {"options": options(data), "rows": ["legacy", str(data / "chats.npy")]},
         "planned": {"options": options(data), "rows": ["planned", str(data / "chats.unpacked")]},
-        "resumed": {"options": blend(data, "--load", checkpoints)},
+        "resumed": {"options": blend(data, "--load", checkpoints, "--metrics", data / f"{processes}.jsonl")},
     }
 
 
@@ -92,14 +95,14 @@ def checkpoints(script: ModuleType, data: Path) -> Path:
 @pytest.fixture(scope="module")
 def alone(script: ModuleType, data: Path, checkpoints: Path) -> dict[str, Curve]:
     """Return the curves of all runs, in this process."""
-    return {name: run(script, **wanted) for name, wanted in wanted_runs(data, checkpoints).items()}
+    return {name: run(script, **wanted) for name, wanted in wanted_runs(data, checkpoints, "alone").items()}
 
 
 @pytest.fixture(scope="module")
 def together(data: Path, checkpoints: Path) -> dict[str, Curve]:
     """Return the curves of all runs by two processes, each with every second row of the global batches."""
     plan = data / "plan.json"
-    plan.write_text(json.dumps(wanted_runs(data, checkpoints)))
+    plan.write_text(json.dumps(wanted := wanted_runs(data, checkpoints, "together")))
     launched = subprocess.run(
         torchrun(2, ROOT / "tests/pretrain_runs.py", plan, data),
         env={**os.environ, **THREADS},
@@ -110,7 +113,7 @@ def together(data: Path, checkpoints: Path) -> dict[str, Curve]:
     )
     assert launched.returncode == 0, launched.stderr[-4000:]
     curves = {}
-    for name in wanted_runs(data, checkpoints):
+    for name in wanted:
         losses = [json.loads((data / f"{name}.{rank}.json").read_text()) for rank in range(2)]
         assert losses[0] == losses[1]
         parts = [np.load(data / f"{name}.{rank}.npy", allow_pickle=True).tolist() for rank in range(2)]
@@ -125,6 +128,17 @@ def assert_bitwise(found: Rows, expected: Rows) -> None:
         for key, value in wanted.items():
             assert got[key].dtype == value.dtype
             assert np.array_equal(got[key], value), f"row {row}: {key}"
+
+
+def assert_packs(metrics: Path, steps: dict[int, Rows]) -> None:
+    """Check that the packs in metrics have the tokens of the rows of each step."""
+    found = {line["step"]: line["packs"] for line in map(json.loads, metrics.read_text().splitlines())}
+    assert found.keys() == steps.keys()
+    for step, rows in steps.items():
+        shards = [(Shard(prefix), numbers) for prefix, numbers in found[step].items()]
+        packs = [(shard[number]["input_ids"], shard.header.pad_id) for shard, numbers in shards for number in numbers]
+        tokens = {tuple(np.pad(ids, (0, LENGTH - len(ids)), constant_values=pad)) for ids, pad in packs}
+        assert tokens == {tuple(row["tokens"]) for row in rows}, step
 
 
 def difference(found: list[float], expected: list[float]) -> float:
@@ -156,12 +170,14 @@ def test_other_rows_give_another_curve(script: ModuleType, data: Path, alone: di
 
 @pytest.mark.parametrize("processes", ["alone", pytest.param("together", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_with_the_same_batches(
-    processes: str, whole: Curve, request: pytest.FixtureRequest
+    processes: str, whole: Curve, data: Path, request: pytest.FixtureRequest
 ) -> None:
     resumed: Curve = request.getfixturevalue(processes)["resumed"]
     assert_bitwise(resumed.rows, whole.rows[STOP * BATCH :])
     print(f"{processes}, resumed: {difference(resumed.losses, whole.losses[STOP:]):.1e}")
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
+    steps = {step + 1: whole.rows[step * BATCH : (step + 1) * BATCH] for step in range(STOP, STEPS)}
+    assert_packs(data / f"{processes}.jsonl", steps)
 
 
 @pytest.mark.skipif(
@@ -241,10 +257,13 @@ def test_another_batch_size_leaves_no_sample_out_and_takes_none_twice(
 ) -> None:
     """This happens if a new number of processes cannot divide the old batch size."""
     seen: Rows = []
+    metrics = tmp_path / "metrics.jsonl"
     for steps, batch in ((2, 4), (3, 6), (5, 3)):
-        more = ["--save", tmp_path, "--global-batch-size", batch, "--train-iters", steps]
+        more = ["--save", tmp_path, "--metrics", metrics, "--global-batch-size", batch, "--train-iters", steps]
         seen += run(script, blend(data, *more)).rows
     assert_bitwise(seen, whole.rows[: 2 * 4 + 6 + 2 * 3])
+    ends = [0, 4, 8, 14, 17, 20]
+    assert_packs(metrics, {step: seen[begin:end] for step, (begin, end) in enumerate(pairwise(ends), 1)})
 
 
 def test_the_same_command_goes_on_by_itself(
@@ -360,6 +379,13 @@ def test_a_checkpoint_that_is_named_and_not_there(script: ModuleType, data: Path
     (tmp_path / LATEST).write_text("7")
     with pytest.raises(FormatError, match=r"iter_0000007: missing, but latest_checkpointed_iteration.txt refers to it"):
         run(script, options(data, "--save", tmp_path))
+
+
+def test_the_help_shows_defaults(script: ModuleType) -> None:
+    for action in script.build_parser()._actions:
+        assert action.help, action.option_strings
+        shown = action.help == argparse.SUPPRESS or "default" in action.help
+        assert shown or action.default in (None, False, True, (), argparse.SUPPRESS), action.option_strings
 
 
 def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:

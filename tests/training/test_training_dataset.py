@@ -25,7 +25,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.batch import whole_batch
-from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.rows import PackedRows, stored_packs
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 
@@ -212,6 +212,31 @@ def test_index_only_blend_of_uneven_corpora_has_one_width(tmp_path: Path) -> Non
     blend = train_of(config_of((paths, [1.0, 1.0]), index_only_packing=True), 40)
     assert len({blend[i]["cu_seqlens"].shape for i in range(40)}) == 1
     assert {int(blend[i]["dataset_id"]) for i in range(40)} == {0, 1}
+
+
+# ---- where samples are stored ----
+
+
+@pytest.mark.parametrize("split", ["1,0,0", "2,8,0"])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("paths", ["a", "*", "a b", "* a"])
+def test_the_packs_of_samples_are_found(paths: str, planned: bool, split: str, tmp_path: Path) -> None:
+    for salt, name in enumerate("ab"):
+        write_packs(tmp_path / name, 20 + salt, salt)
+    blend = [str(tmp_path / path) for path in paths.split()]
+    config = config_of((blend, [1.0] * len(blend)), split, index_only_packing=planned)
+    for dataset in filter(None, build(config, (50, 30, 30))):
+        for sample in range(0, len(dataset), 7):
+            found = stored_packs(dataset, [sample])
+            stored = [Shard(prefix).sequences(number) for prefix, numbers in found.items() for number in numbers]
+            texts = [{tuple(ids.tolist()) for ids, _ in sequences} for sequences in stored]
+            wanted = {*sequences_in(dataset[sample])}
+            assert wanted <= set().union(*texts)
+            assert all(text & wanted if planned else text == wanted for text in texts)
+        together = stored_packs(dataset, range(len(dataset)))
+        assert all(numbers == sorted({*numbers}) for numbers in together.values())
+        with pytest.raises(IndexError, match=f"there are {len(dataset)}"):
+            stored_packs(dataset, [len(dataset)])
 
 
 # ---- repr and pickling ----
