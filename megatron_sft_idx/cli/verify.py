@@ -38,7 +38,7 @@ examples:
     megatron-sft-idx verify --full data/
 
   for a program: always print one JSON document. Each shard has prefix, ok, findings, notes, and error (the reason why
-  it could not be read, or null). Each finding has path, offset, pack, rule, found, expected, remedy:
+  it could not be read, or null). Each finding has path, offset, pack (both can be null), rule, found, expected, remedy:
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
 
   check shards in a bucket; each object is read once, and nothing is stored locally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.lines import counted, joined
+from megatron_sft_idx.lines import counted, found_unread, joined
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.publish import Kind, head_of
@@ -144,9 +144,9 @@ class CorpusReport:
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], notes=header.metadata["notes"], reused=True)
 
-    def lines(self) -> list[str]:
-        """Return lines for people about the number of rows and of skipped rows."""
-        reused = " (corpus reused: same input and options)" if self.reused else ""
+    def lines(self, *, found: bool = False) -> list[str]:
+        """Return lines for people about the number of rows and of skipped rows; ``found`` as in ``Summary``."""
+        reused = " (corpus reused: same input and options)" if self.reused and not found else ""
         lines = [f"rows            {self.rows:,}{reused}"]
         if self.skipped:
             lines.append(f"  skipped       {self.skipped:,}")
@@ -308,10 +308,11 @@ class Summary:
         packing = self.packing
         share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
         which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
-        lines = [f"{'found' if self.found else 'wrote'} {self.prefix}{which}"]
+        shards = [f"{self.prefix}{which}"] + [f"{self.prefix}.valid"] * (self.valid is not None)
+        lines = [f"found {shards[0]}: {found_unread(*shards)}" if self.found else f"wrote {shards[0]}"]
         corpus = self.corpus
         if corpus is not None:
-            lines += corpus.lines()
+            lines += corpus.lines(found=self.found)
         selected = packing.selected
         lines += [f"  {name:<14}{selected[key]:,} {what}" for key, name, what in _SELECTED if selected.get(key)]
         lines += [

@@ -422,7 +422,9 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
     assert "verifying: 6 packs" in shown.err
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx"]) == 0
-    assert "found " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"found {tmp_path}/y as sft-idx: " in out
+    assert f"; contents not checked: megatron-sft-idx verify --full {tmp_path}/y\n" in out
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--overwrite", "--no-verify"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "not read back, because of --no-verify"
     with pytest.raises(SystemExit) as caught:
