@@ -236,12 +236,12 @@ def test_a_place_that_is_none(repeated, place):
 def test_a_row_that_became_nothing(repeated, tmp_path):
     said = command("inspect", repeated, "--row", "a.jsonl:900")
     assert (said.code, said.out) == (
-        1, f"{repeated}: no sequence was made from a.jsonl:900; the last row of this file with a sequence is 47\n"
+        1, f"{repeated}: no sequence was made from a.jsonl:900; the last row of this file in this shard is 47\n"
     )  # fmt: skip
     rows = write_rows(tmp_path / "c.jsonl", [{"prompt": "Hi", "completion": "Ho"}, {"bad": 1}] * 2)
     assert preprocess(tmp_path / "c", "--input", rows, "--on-bad-row", "skip").code == 0
     said = command("inspect", tmp_path / "c", "--row", "c.jsonl:2")
-    assert said.out.endswith("c.jsonl:2; the row was skipped as a bad row, or left out by an option\n")
+    assert said.out.endswith("c.jsonl:2; the row was skipped as a bad row, left out by an option, or is in another shard of the same job\n")
     found = json.loads(command("inspect", repeated, "--row", "a.jsonl:900", "--json").out)
     assert (found["sequences"], found["stopped_at_limit"]) == ([], False)
 
