@@ -346,7 +346,7 @@ def _show_row(
     elif not named:
         last = last_row(shard, origin[0]) + 1
         if origin[1] < last:
-            nothing += "; the row was skipped as a bad row, left out by an option, or is in another shard of the same job"
+            nothing += "; the row was skipped as a bad row, left out by an option, or is in another shard of the job"
         else:
             nothing += f"; the last row of this file in this shard is {last}" if last else ", nor from any other row"
     _print_result(arguments, value, end if named else [nothing])
