@@ -121,7 +121,7 @@ class CorruptShardError(FormatError):
 
     Attributes:
         path: the file with the broken bytes.
-        offset: byte offset of the broken bytes in that file.
+        offset: byte offset of the broken bytes in that file; None if its checksum does not match.
         rule: the rule's number in FORMAT.md, such as ``"H3"``.
         detail: what was found, what was expected, and what to do.
 
@@ -136,12 +136,13 @@ class CorruptShardError(FormatError):
         data/chats.bin is broken at byte 100 (rule F2)
     """
 
-    def __init__(self, path: str, offset: int, rule: str, detail: str) -> None:
+    def __init__(self, path: str, offset: int | None, rule: str, detail: str) -> None:
         self.path, self.offset, self.rule, self.detail = path, offset, rule, detail
         super().__init__(path, offset, rule, detail)
 
     def __str__(self) -> str:
-        return f"{self.path}: byte {self.offset}: {self.detail} (rule {self.rule})"
+        where = self.path if self.offset is None else f"{self.path}: byte {self.offset}"
+        return f"{where}: {self.detail} (rule {self.rule})"
 
 
 class SequenceError(SFTIndexError, ValueError):

@@ -10,6 +10,7 @@ tabs and colours are layout, and in which the data are already escaped. ``Shown`
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
@@ -43,6 +44,14 @@ def counted(count: int, unit: str, plural: str | None = None) -> str:
     if count == 1:
         return f"1 {unit}"
     return f"{count:,} {plural or (unit[:-1] + 'ies' if unit.endswith('y') else unit + 's')}"
+
+
+def found_unread(*prefixes: str) -> str:
+    """Describe shards that already existed, whose files the command did not read, for a summary."""
+    return (
+        "already complete, with the same input and options; contents not checked: megatron-sft-idx verify --full"
+        f" {shlex.join(prefixes)}"
+    )
 
 
 class Shown:

@@ -44,8 +44,7 @@ def accepted_findings(report: Report) -> dict[str, Finding]:
     others = [finding for finding in report.findings if finding not in ignored]
     if others:
         raise FormatError(
-            f"{others[0].path}: byte {others[0].offset}: {others[0].what}: contents that break a rule cannot be"
-            f" accepted; {others[0].remedy}"
+            f"{others[0].where}: {others[0].what}: contents that break a rule cannot be accepted; {others[0].remedy}"
         )
     return wrong
 
@@ -69,7 +68,10 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     earlier = metadata.get(ACCEPTED)
     metadata[ACCEPTED] = [
         *(earlier if isinstance(earlier, list) else []),
-        *({"file": path.removeprefix(paths.prefix), "expected": found.expected} for path, found in wrong.items()),
+        *(
+            {"file": path.removeprefix(paths.prefix), "expected": found.expected.removeprefix("the checksum ")}
+            for path, found in wrong.items()
+        ),
     ]
     like = dataclasses.replace(header, metadata=metadata)
     specs = {name: column.spec for name, column in columns.items()}

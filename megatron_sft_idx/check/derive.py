@@ -193,9 +193,8 @@ def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs
         if finding.path == paths.seq_idx:  # not written yet, so only its limits can be wrong
             remedy = "pass the --seq-length and --sequence-multiple that it was packed with, or leave both out"
             raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
-        where = f"{finding.path}: byte {finding.offset}"
         raise FormatError(
-            f"{where}: {finding.what}; the files belong to different shards, or one is damaged: restore it"
+            f"{finding.where}: {finding.what}; the files belong to different shards, or one is damaged: restore it"
         )
     return walk
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
-from megatron_sft_idx.check.rules import Findings, HeaderClaims
+from megatron_sft_idx.check.rules import DATA_REMEDY, Findings, HeaderClaims
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES, MediaChecksums
 from megatron_sft_idx.layout.media_layout import ARRAYS, HASH_NBYTES, MEDIA, FirstUse, Items, MediaHeader, broken_items
@@ -19,7 +19,6 @@ from megatron_sft_idx.packs.run import WINDOW_TOKENS, count_fitting
 
 # Maximum number of packs, items or blobs whose entries are in memory at once.
 _CHUNK = 1 << 15
-_RESTORE = "restore it from a copy: images and audio cannot be made again from tokens"
 _DTYPES = {each.name: each.dtype for each in ARRAYS}
 
 
@@ -38,7 +37,7 @@ class _MediaFile:
     def add(self, rule: str, name: str, at: int, found: object, expected: object, pack: int | None = None) -> None:
         """Add a finding about entry ``at`` of an array."""
         offset = self._places[name][0] + at * _DTYPES[name].itemsize
-        self._findings.add(rule, self.file.path, offset, found, expected, pack=pack, remedy=_RESTORE)
+        self._findings.add(rule, self.file.path, offset, found, expected, pack=pack, remedy=DATA_REMEDY)
 
     def check_ends(self) -> None:
         """Check both ends of the two offset arrays (M5, M10), and the zeros between arrays (M4)."""
@@ -50,7 +49,7 @@ class _MediaFile:
         for name, (begin, entries) in self._places.items():
             if any(self.file.read(end, begin - end)):
                 self._findings.add(
-                    "M4", self.file.path, end, "bytes between two arrays are not zero", "", remedy=_RESTORE
+                    "M4", self.file.path, end, "bytes between two arrays are not zero", "", remedy=DATA_REMEDY
                 )
             end = begin + entries * _DTYPES[name].itemsize
 
@@ -98,7 +97,8 @@ def check_media(
             file = opened[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
             file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
-            findings.add("M1", path, 0, "file is missing, but .seq.idx lists images or audio", "", remedy=_RESTORE)
+            found = "file is missing, but .seq.idx lists images or audio"
+            findings.add("M1", path, None, found, "", remedy=DATA_REMEDY)
     if meter is not None and (data := opened.get(".media.data")) is not None:
         stream: Stream | None = Stream(data, meter)
     else:
@@ -107,7 +107,7 @@ def check_media(
         _check_items_file(opened, files, claims, listed, findings, meter, stream)
     if stream is not None and (checksum := stream.finish()) != listed.data:
         path = stream.file.path
-        findings.add("M13", path, 0, f"checksum {checksum.hex()}", listed.data.hex(), remedy=_RESTORE)
+        findings.add("M13", path, None, checksum.hex(), f"the checksum {listed.data.hex()}", remedy=DATA_REMEDY)
 
 
 def _check_items_file(
@@ -125,7 +125,7 @@ def _check_items_file(
     raw += file.read(len(raw), MEDIA.stated_nbytes(raw) - len(raw))
     if broken := list(MEDIA.broken_rules(raw)):
         for breach in broken:
-            findings.add(breach.rule, file.path, breach.offset, breach.found, breach.expected, remedy=_RESTORE)
+            findings.add(breach.rule, file.path, breach.offset, breach.found, breach.expected, remedy=DATA_REMEDY)
         return
     media = _MediaFile(file, MediaHeader.decode(raw, file.path), findings)
     _check_belongs(media, claims, listed, findings)
@@ -134,14 +134,14 @@ def _check_items_file(
         if each is not None and each.nbytes != expected:
             is_whole = False
             found, at = f"{each.nbytes} bytes", min(each.nbytes, expected)
-            findings.add("F2", each.path, at, found, f"{expected}, from the header", remedy=_RESTORE)
+            findings.add("F2", each.path, at, found, f"{expected}, from the header", remedy=DATA_REMEDY)
     media.check_ends()
     if meter is None:
         return
     checksum = Stream(file, meter, media.header.header_nbytes).finish()
     if is_whole and checksum != media.header.arrays_checksum:
-        found, expected_hex = f"checksum {checksum.hex()} of the arrays", media.header.arrays_checksum.hex()
-        findings.add("M13", file.path, media.header.header_nbytes, found, expected_hex, remedy=_RESTORE)
+        found, wanted = f"{checksum.hex()} for the arrays", f"the checksum {media.header.arrays_checksum.hex()}"
+        findings.add("M13", file.path, None, found, wanted, remedy=DATA_REMEDY)
     if media.ascending("M5", "item_offsets", media.header.num_items, 0) and claims.num_packs == media.header.num_packs:
         _check_items(media, files, claims)
     if media.ascending("M10", "blob_offsets", media.header.data_nbytes, 1):
@@ -157,16 +157,16 @@ def _check_belongs(media: _MediaFile, claims: HeaderClaims, listed: MediaChecksu
         if found != expected:
             found_text = f"{field} {found.hex()}"
             findings.add(
-                "M1", path, MEDIA.offsets[field], found_text, f"{expected.hex()}, from .seq.idx", remedy=_RESTORE
+                "M1", path, MEDIA.offsets[field], found_text, f"{expected.hex()}, from .seq.idx", remedy=DATA_REMEDY
             )
     if not claims.sound:
         return
     if header.shard_id != claims.values["shard_id"]:
         found_text, expected_text = f"items of shard {header.shard_id.hex()}", claims.values["shard_id"].hex()
-        findings.add("M4", path, MEDIA.offsets["shard_id"], found_text, expected_text, remedy=_RESTORE)
+        findings.add("M4", path, MEDIA.offsets["shard_id"], found_text, expected_text, remedy=DATA_REMEDY)
     if header.num_packs != claims.num_packs:
         found_text = f"{header.num_packs} packs"
-        findings.add("M4", path, MEDIA.offsets["num_packs"], found_text, claims.num_packs, remedy=_RESTORE)
+        findings.add("M4", path, MEDIA.offsets["num_packs"], found_text, claims.num_packs, remedy=DATA_REMEDY)
 
 
 def _windows(
@@ -240,7 +240,7 @@ def _check_blobs(media: _MediaFile, stream: Stream, findings: Findings) -> None:
                 hashed.update(chunk.data)
             if hashed.digest() != bytes(expected):
                 found = f"blob {first + at} with hash {hashed.hexdigest()}"
-                findings.add("M11", stream.file.path, begin, found, bytes(expected).hex(), remedy=_RESTORE)
+                findings.add("M11", stream.file.path, begin, found, bytes(expected).hex(), remedy=DATA_REMEDY)
 
 
 def _check_distinct(media: _MediaFile) -> None:

@@ -382,17 +382,18 @@ def _require_none(report: Report, findings: Sequence[Finding], what: str, why: s
     if findings:
         first, places = findings[0], "1 place" if report.num_findings == 1 else f"{report.num_findings} places"
         raise FormatError(
-            f"{report.prefix}: {what}, but rules are broken in {places}, so {why}; the first is byte {first.offset} of"
-            f" {first.path}: {first.what}; {remedy}"
+            f"{report.prefix}: {what}, but rules are broken in {places}, so {why}; the first is"
+            f" {first.where}: {first.what}; {remedy}"
         )
 
 
+_RESTORE = "restore it from a copy, or make the shard again with --overwrite"
 # Why a file was not derived, and what the user can do, by suffix.
 _NOT_DERIVED = {
     ".idx": "first restore what is lost, then run again",
-    ".bin": "tokens cannot be derived; restore it from a copy",
-    ".loss.bin": "loss masks cannot be derived; restore it from a copy",
-    ".seq.bin": "sequence starts can only be derived if every pack has one sequence; restore the file from a copy",
+    ".bin": f"tokens cannot be derived; {_RESTORE}",
+    ".loss.bin": f"loss masks cannot be derived; {_RESTORE}",
+    ".seq.bin": f"sequence starts can only be derived if every pack has one sequence; {_RESTORE}",
     # Without the header, it would be derived with lengths that this header's checksum has just shown to be wrong.
     ".seq.idx": "no source of pack lengths reproduces the arrays that match its header: restore what is lost, or try"
     " --eod-id, then run again",
@@ -562,9 +563,7 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
             what, why = "all files were complete", "they have changed since"
             again = "run the same copy again" if remains.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
-            # Wrong checksums first, because the other findings may be consequences.
-            findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7", "M13"))
-            _require_none(report, findings, what, why, remedy)
+            _require_none(report, report.findings, what, why, remedy)
 
     if not dry_run:
         with watch("recovering", num_tokens) as advance:

@@ -47,11 +47,13 @@ from megatron_sft_idx.layout.files import (
 )
 
 _INDEX = "restore it from a copy, or rebuild it from the other files: megatron-sft-idx rebuild PREFIX"
-_DATA = "restore it from a copy, or write the shard again: its contents are stored nowhere else"
+DATA_REMEDY = (
+    "restore it from a copy, or make the shard again with --overwrite: no other file of the shard contains this data"
+)
 _ATTACHED = "restore it from a copy, or remove it and attach it again; if it is not a column, rename it"
 _DOUBTED = (
     "the .seq.idx was derived from the data, so the data may have changed instead: compare all files with a copy, or"
-    " write the shard again; remove the column only if it belongs to another shard"
+    " make the shard again with --overwrite; remove the column only if it belongs to another shard"
 )
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
 
@@ -71,7 +73,7 @@ class Finding:
 
     Attributes:
         path: the file that breaks it.
-        offset: byte offset in the file.
+        offset: byte offset in the file; None if the file is missing, or if its checksum does not match.
         pack: number of the pack there; None if the rule is not about one pack, or the token offsets are damaged.
         rule: number of the rule in FORMAT.md.
         found: the value in the file, or the whole error if no value is expected.
@@ -80,7 +82,7 @@ class Finding:
     """
 
     path: str
-    offset: int
+    offset: int | None
     pack: int | None
     rule: str
     found: str
@@ -94,8 +96,13 @@ class Finding:
         what = f"expected {self.expected}, found {self.found}" if self.expected else self.found
         return f"{pack}{what} (rule {self.rule})"
 
+    @property
+    def where(self) -> str:
+        """Return the file, and the offset if there is one."""
+        return self.path if self.offset is None else f"{self.path}: byte {self.offset}"
+
     def __str__(self) -> str:
-        return f"{self.path}: byte {self.offset}: {self.what}; {self.remedy}"
+        return f"{self.where}: {self.what}; {self.remedy}"
 
 
 class Findings:
@@ -122,7 +129,7 @@ class Findings:
         self,
         rule: str,
         path: str,
-        offset: int,
+        offset: int | None,
         found: object,
         expected: object,
         *,
@@ -138,7 +145,7 @@ class Findings:
     @staticmethod
     def remedy(path: str) -> str:
         """Return the usual remedy for a damaged file: an index can be derived from other files, data cannot."""
-        return _INDEX if path.endswith(".idx") else _DATA
+        return _INDEX if path.endswith(".idx") else DATA_REMEDY
 
     def omitted(self) -> dict[str, int]:
         """Return how many findings were counted but not kept, by rule."""
@@ -394,7 +401,7 @@ def open_columns(
             file.path = path  # the path used in findings
         except (FileNotFoundError, NotADirectoryError):
             if name in listed:
-                findings.add("C8", path, 0, "file is missing, but .seq.idx lists it", "", remedy=_DATA)
+                findings.add("C8", path, None, "file is missing, but .seq.idx lists it", "", remedy=DATA_REMEDY)
     return files
 
 
@@ -402,9 +409,9 @@ def check_column(
     file: CheckedFile, name: str, claims: HeaderClaims | None, findings: Findings, meter: Meter | None
 ) -> None:
     """Check one column against its rules (C1 to C10): its header and size, and with a ``meter`` all its values."""
-    remedy = _DATA if claims is not None and name in claims.listed else _ATTACHED
+    remedy = DATA_REMEDY if claims is not None and name in claims.listed else _ATTACHED
 
-    def add(rule: str, offset: int, found: object, expected: object, remedy: str = remedy) -> None:
+    def add(rule: str, offset: int | None, found: object, expected: object, remedy: str = remedy) -> None:
         findings.add(rule, file.path, offset, found, expected, remedy=remedy)
 
     raw = file.read(0, FIXED_NBYTES)
@@ -440,7 +447,11 @@ def check_column(
 
 
 def _check_values(
-    stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
+    stream: Stream,
+    column: ColumnHeader,
+    name: str,
+    findings: Findings,
+    add: Callable[[str, int | None, object, object], None],
 ) -> None:
     """Check ``source`` against its files (C9), ``pair`` for complete pairs (C10), and all values against C7."""
     num_files = len(column.spec.metadata["files"]) if name == "source" else 0
@@ -457,4 +468,4 @@ def _check_values(
         findings.counts[rule] += len(wrong[findings.most :])
     checksum = stream.finish()
     if stream.file.nbytes == column.nbytes and checksum != column.checksum:
-        add("C7", stream.begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())
+        add("C7", None, f"{checksum.hex()} for the values", f"the checksum {column.checksum.hex()}")

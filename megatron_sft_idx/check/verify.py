@@ -173,9 +173,13 @@ def verify_shard(
         if claims is not None and claims.media is not None:
             check_media(paths, files, claims, claims.media, unpublished or {}, findings, meter, stack)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
-    in_order = sorted(
-        findings.kept, key=lambda finding: (order.get(finding.path, len(order)), finding.path, finding.offset)
-    )
+
+    def place(found: Finding) -> tuple[bool, int, str, int]:
+        # Rules about packs and counts come last, because they can be broken by damage to another file.
+        follows = found.rule == "H9" or found.rule[0] in "IOP"
+        return follows, order.get(found.path, len(order)), found.path, -1 if found.offset is None else found.offset
+
+    in_order = sorted(findings.kept, key=place)
     counts = {}
     if claims is not None:
         counts = {"packs": claims.num_packs, "sequences": claims.num_sequences, "tokens": claims.num_tokens}
@@ -221,7 +225,7 @@ def _open_files(
                 found, remedy = "not a regular file", f"remove it, then {findings.remedy(path)}"
             else:
                 found, remedy = "file is missing", recover or findings.remedy(path)
-            findings.add("F1", path, 0, found, "", remedy=remedy)
+            findings.add("F1", path, None, found, "", remedy=remedy)
     return files
 
 
@@ -260,9 +264,12 @@ def _check_files(
         )
     if not arrays_found:
         findings.notes.append("the positions of the pack offsets are unknown, so the packs were not checked")
-    _check_contents(paths, streams, claims, findings, vocab_size, meter, with_packs=arrays_found)
-    for suffix, stream in streams.items():
-        _check_checksum(stream, suffix, claims, findings)
+    walk = _check_contents(paths, streams, claims, findings, vocab_size, meter, with_packs=arrays_found)
+    unchanged = {suffix for suffix, stream in streams.items() if _check_checksum(stream, suffix, claims, findings)}
+    if walk is not None:
+        # Damaged masks may have other counts than the header, which is right.
+        with_masks = ".loss.bin" in unchanged and files[".loss.bin"].nbytes == claims.nbytes.get(".loss.bin")
+        _check_counts(walk, files[".seq.idx"].path, claims, findings, with_masks=with_masks)
 
 
 # ---- every byte ----
@@ -277,10 +284,11 @@ def _check_contents(
     meter: Meter,
     *,
     with_packs: bool,
-) -> None:
-    """Check all ids (P8, P9) in a thread, and meanwhile arrays (O1, O2, I1), packs (P1 to P7) and counts (H9).
+) -> _native.PackWalk | None:
+    """Check all ids (P8, P9) in a thread, and meanwhile arrays (O1, O2, I1) and packs (P1 to P7).
 
-    An error in one of the two threads stops the other at its next read.
+    An error in one of the two threads stops the other at its next read. Returns the walk over all packs, None if the
+    packs were not checked.
     """
     seq_idx = streams[".seq.idx"].file
     tokens, token_dtype = streams.get(".bin"), claims.token_dtype
@@ -292,6 +300,7 @@ def _check_contents(
         if tokens and token_dtype:
             check_ids(tokens, token_dtype, vocab_size or 1 << 32, findings, pack_of)
 
+    walk = None
     with ThreadPoolExecutor(1) as pool:
         ids = pool.submit(check_all_ids)
         # Otherwise an error would be noticed only after all other files are read.
@@ -303,7 +312,6 @@ def _check_contents(
                 runs = _stored_runs(streams[".seq.idx"], claims)
                 walk_packs(walk, runs, streams.get(".seq.bin"), masks, claims.mask_dtype)
                 add_breaches(walk, paths, claims, findings, pack_of)
-                _check_counts(walk, masks, seq_idx.path, claims, findings)
                 if ".idx" in streams and token_dtype:
                     _check_idx(streams[".idx"], seq_idx, claims, findings)
         except CancelledError:
@@ -313,18 +321,23 @@ def _check_contents(
             meter.stop()  # otherwise the pool would wait for the thread to read all tokens
             raise
         ids.result()
+    return walk
 
 
-def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings: Findings) -> None:
-    """Read a file to its end and check its checksum (F3). A wrong size is already a finding."""
+def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings: Findings) -> bool:
+    """Read a file to its end and check its checksum (F3). A wrong size is already a finding.
+
+    Returns whether size and checksum are as expected.
+    """
     found = stream.finish()
     if suffix == ".seq.idx":
-        what, nbytes, expected = " of the arrays", claims.nbytes[suffix], claims.values["arrays_checksum"]
+        what, nbytes, expected = " for the arrays", claims.nbytes[suffix], claims.values["arrays_checksum"]
     else:
         name = _FIELD_STARTS[suffix]
         what, nbytes, expected = "", claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
     if stream.file.nbytes == nbytes and found != expected:
-        findings.add("F3", stream.file.path, stream.begin, f"checksum {found.hex()}{what}", expected.hex())
+        findings.add("F3", stream.file.path, None, found.hex() + what, f"the checksum {expected.hex()}")
+    return bool(stream.file.nbytes == nbytes and found == expected)
 
 
 def _stored_runs(seq_idx: Stream, claims: HeaderClaims) -> Iterator[OffsetRun]:
@@ -386,17 +399,16 @@ def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | No
 
 
 def _check_counts(
-    walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
+    walk: _native.PackWalk, path: str, claims: HeaderClaims, findings: Findings, *, with_masks: bool
 ) -> None:
     """Compare the header's counts with the counts of the walk (H9).
 
-    Skips a count if some of its data could not be read.
+    Skips a count if some of its data could not be read. Trained tokens are only compared ``with_masks``.
     """
-    all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
-    all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
+    all_packs = walk.num_packs == claims.num_packs
     for name, comparable in (
-        ("num_trained_tokens", all_masks),
-        ("num_masked_packs", all_masks and all_packs),
+        ("num_trained_tokens", with_masks),
+        ("num_masked_packs", with_masks and all_packs),
         ("longest_pack", all_packs),
         ("most_sequences", all_packs),
     ):

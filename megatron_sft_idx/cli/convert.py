@@ -13,7 +13,7 @@ from megatron_sft_idx.formats.bridge import Padding, summary_path
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
-from megatron_sft_idx.lines import print_lines
+from megatron_sft_idx.lines import found_unread, print_lines
 from megatron_sft_idx.packs.run import MASK_ALIGNMENTS
 from megatron_sft_idx.storage.progress import Progress
 
@@ -190,6 +190,7 @@ def _report_lines(report: ConvertReport, destination: str, to: str) -> list[str]
         f"{'found' if report.found else 'wrote'} {destination} as {to}: {content.num_packs:,} packs,"
         f" {content.num_sequences:,} sequences, {content.num_tokens:,} tokens, {trained:.1f}% trained on,"
         f" capacity {report.spec.capacity:,}",
+        *([f"{destination}: {found_unread(destination)}"] if report.found else []),
         "read back and compared: equal" + (" except for what was lost" if report.lost else "")
         if report.verified
         else "not read back, because of --no-verify",

@@ -25,7 +25,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import find_row, parse_origin, sequence_titles, sources_of
+from megatron_sft_idx.inspect.origin import find_row, last_row, parse_origin, sequence_titles, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
@@ -40,7 +40,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.lines import counted, on_one_line, print_layout, print_lines, shortened
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.source_names import SOURCE
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.progress import Progress
@@ -94,8 +94,9 @@ def add_parser(commands: Commands) -> None:
         parser.add_mutually_exclusive_group(),
         """
         --pack N  show pack N instead of the summary, with trained tokens in [[ ]]
-        --row FILE:LINE  list the packs that contain sequences of this input row, counted from 1: the line of JSON
-            lines, the item of the array in a .json file
+        --row FILE:LINE  list the packs that contain sequences of this input row, and with --tokenizer show their text,
+            with trained tokens in [[ ]]; rows are counted from 1: the line of JSON lines, the item of the array in a
+            .json file
         --find TEXT  list all places with exactly this text, marked as >>TEXT<<
         --diff OTHER  show the differences from the shard at this prefix
         --html FILE  write an HTML page to this file
@@ -135,7 +136,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     if arguments.pack is not None:
         return _show_pack(shard, arguments, decode)
     if arguments.row is not None:
-        return _show_row(shard, arguments, selected)
+        return _show_row(shard, arguments, decode, selected)
     if arguments.find is not None:
         return _find(shard, arguments, decode or ids_as_text, selected)
     if selected is not None:
@@ -240,7 +241,7 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
             f"{shard.prefix}: there is no pack {number}; the shard has {len(shard)} packs, counted from 0"
         )
     pack, sources = shard[number], sources_of(shard, number)
-    ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
+    ids, bounds = pack["input_ids"], pack["seq_boundaries"].tolist()
     first, last = shard.sequence_offsets[number : number + 2].tolist()
     of_pack: dict[str, Any] = {}
     of_sequences: list[dict[str, Any]] = [{} for _ in range(last - first)]
@@ -251,17 +252,14 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
             for values, row in zip(of_sequences, column.values[first:last].tolist(), strict=True):
                 values[name] = row
     if not arguments.json:
-        media = pack.get("media", ())
-        shown_as = decode or ids_as_text
-        titles = sequence_titles(shard, number)
-        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=titles, media=media, color=in_color()))
+        print_layout(_marked(shard, number, pack, decode or ids_as_text))
     lines: list[str] = []
     shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
     if of_pack:
         shown["columns"] = of_pack
         lines.append(f"columns of the pack: {_listed(of_pack)}")
     for i, (sequence_ids, labels) in enumerate(shard.sequences(number)):
-        trained = trained_tokens(labels).astype(mask.dtype).tolist()
+        trained = trained_tokens(labels).astype(labels.dtype).tolist()
         sequence = {"start": bounds[i], "input_ids": sequence_ids.tolist(), "trained": trained}
         if sources:
             sequence["source"] = sources[i]
@@ -277,6 +275,13 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         lines += [item.line(at, sequence) for at, (sequence, item) in enumerate(items)]
     _print_result(arguments, shown, lines)
     return 0
+
+
+def _marked(shard: Shard, number: int, pack: Pack, decode: Decode, only: int | None = None) -> str:
+    """Return pack ``number``, or ``only`` one of its sequences, as text with trained tokens marked."""
+    ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
+    titles, media = sequence_titles(shard, number), pack.get("media", ())
+    return mark_pack(ids, mask, bounds, decode, sources=titles, media=media, only=only, color=in_color())
 
 
 def _listed(values: dict[str, Any]) -> str:
@@ -313,20 +318,38 @@ def _find(
     return 0 if named else 1
 
 
-def _show_row(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.bool_] | None) -> int:
+def _show_row(
+    shard: Shard, arguments: argparse.Namespace, decode: Decode | None, selected: NDArray[np.bool_] | None
+) -> int:
     origin = parse_origin(shard, arguments.row)
     sequences = list(islice(find_row(shard, *origin, selected=selected), arguments.limit + 1))
-    named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
-    lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
+    named: list[dict[str, Any]] = []
+    for number, sequence in sequences[: arguments.limit]:
+        one: dict[str, Any] = {"pack": number, "sequence": sequence}
+        named.append(one)
+        if not arguments.json:
+            print_lines([f"{arguments.row}: pack {number}, sequence {sequence}"])
+        if decode is not None:
+            pack = shard[number]
+            start, stop = pack["seq_boundaries"][sequence : sequence + 2]
+            one["text"] = decode(pack["input_ids"][start:stop].tolist())
+            if not arguments.json:
+                print_layout(_marked(shard, number, pack, decode, only=sequence))
     is_cut_off = len(sequences) > len(named)
-    lines += [f"stopped after {len(named)} sequences; raise --limit to see more"] if is_cut_off else []
+    end = [f"stopped after {len(named)} sequences; raise --limit to see more"] if is_cut_off else []
     value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": is_cut_off, "sequences": named}
     nothing = f"{shard.prefix}: no sequence was made from {arguments.row}"
     if selected is not None and not named and (left_out := sum(1 for _ in find_row(shard, *origin))):
         value["left_out"] = left_out
         nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, all left out by --where"
         nothing += f" {' --where '.join(arguments.where)}"
-    _print_result(arguments, value, lines or [nothing])
+    elif not named:
+        last = last_row(shard, origin[0]) + 1
+        if origin[1] < last:
+            nothing += "; the row was skipped as a bad row, left out by an option, or is in another shard of the job"
+        else:
+            nothing += f"; the last row of this file in this shard is {last}" if last else ", nor from any other row"
+    _print_result(arguments, value, end if named else [nothing])
     return 0 if named else 1
 
 

@@ -15,7 +15,7 @@ from megatron_sft_idx.cli.options import (
     nbytes,
 )
 from megatron_sft_idx.formats.registry import places
-from megatron_sft_idx.lines import print_lines
+from megatron_sft_idx.lines import found_unread, print_lines
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.packs.merge import merge
@@ -156,7 +156,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
     output.publish()
     header = report.header
     lines = [
-        f"{'found' if report.found else 'wrote'} {output.prefix}",
+        f"found {output.prefix}: {found_unread(output.prefix)}" if report.found else f"wrote {output.prefix}",
         f"shards merged   {report.num_sources:,}",
         f"packs           {header.num_packs:,}",
         f"sequences       {header.num_sequences:,}",

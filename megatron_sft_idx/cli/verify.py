@@ -38,7 +38,7 @@ examples:
     megatron-sft-idx verify --full data/
 
   for a program: always print one JSON document. Each shard has prefix, ok, findings, notes, and error (the reason why
-  it could not be read, or null). Each finding has path, offset, pack, rule, found, expected, remedy:
+  it could not be read, or null). Each finding has path, offset, pack (both can be null), rule, found, expected, remedy:
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
 
   check shards in a bucket; each object is read once, and nothing is stored locally:
@@ -76,8 +76,8 @@ examples:
     megatron-sft-idx rebuild data/
 
 Good files are never changed. A damaged file that is replaced is kept next to the new one, with .damaged added to its
-name. Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, or accept them as
-they are.
+name. Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, make the shard again
+with --overwrite, or accept them as they are.
 
 exit code: 0 if all shards are complete, or would be without --dry-run; 1 if something is lost or uncertain; 2 for wrong
 usage.

@@ -76,6 +76,7 @@ class PackedSpec:
             it.
         columns: specs of the columns that are read with the packs, by name.
         media: whether images or audio are read with the packs.
+        capacity_stated: whether the file or the caller gave the capacity; otherwise it is ``longest_pack``.
     """
 
     num_packs: int
@@ -91,6 +92,7 @@ class PackedSpec:
     num_trained_tokens: int | None = None
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     media: bool = False
+    capacity_stated: bool = True
 
     def package_metadata(self) -> dict[str, Any]:
         """The package metadata for a file of these packs, as JSON values; ``PackedReader`` reads them."""
@@ -252,15 +254,17 @@ class PackedReader(ABC):
         return checked_run(self.path, first_pack, run, self.alignment, *self._dtypes)
 
     def _make_spec(
-        self, num_sequences: int, num_tokens: int, longest_pack: int, capacity: int = 0, **fields: Any
+        self, num_sequences: int, num_tokens: int, longest_pack: int, capacity: int | None = None, **fields: Any
     ) -> PackedSpec:
         """Return the spec with these counts, valid values from the package metadata, and further fields.
 
-        ``capacity`` is used if the package metadata have none. It is at least the longest pack.
+        ``capacity`` is used if the package metadata have none. It is at least the longest pack, and 1.
         """
         values, (pad_id, metadata) = self._package_metadata, self.stated
+        capacity = int_within(values, "capacity") or capacity
         said: dict[str, Any] = {
-            "capacity": max(int_within(values, "capacity") or capacity, longest_pack),
+            "capacity": max(capacity or 1, longest_pack),
+            "capacity_stated": capacity is not None,
             "sequence_multiple": int_within(values, "sequence_multiple") or 1,
             "pad_id": pad_id,
             "metadata": metadata,
@@ -306,6 +310,7 @@ class PackedWriter(Shown, ABC):
     is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
+    _layout = ""  # for errors: the variant of the format, if it cannot store what the format can
     stores_media: ClassVar[bool] = False
     columns: Mapping[str, ColumnSpec] = {}
     found: bool = False
@@ -364,8 +369,8 @@ class PackedWriter(Shown, ABC):
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
             raise FormatError(
-                f"{self._path}: {self.format} cannot store columns: {names}; leave them out (--no-columns), or pass"
-                " lossy (--lossy)"
+                f"{self._path}: {self.format}{self._layout} cannot store columns: {names}; leave them out"
+                " (--no-columns), or pass lossy (--lossy)"
             )
         self.lost["columns"] = f"columns {names}: the format cannot store them"
 

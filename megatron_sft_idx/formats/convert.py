@@ -197,8 +197,19 @@ def convert(
             if progress is not None:
                 progress(len(run.tokens), len(run))
 
+    notes, capacity = [], spec.capacity
+    if not spec.capacity_stated:
+        notes.append(
+            f"the source does not store its capacity, so the longest pack, {capacity:,} tokens, is used; pass"
+            " --seq-length N if the packs were made for a larger one"
+        )
     if padding is not None:
         spec, summary = measure_padded(paths[0], runs_of_pass(reader_of_all.runs(), "measuring"), padding, spec)
+        if spec.longest_pack > capacity:
+            notes.append(
+                f"packed_sequence_size of Megatron-Bridge stays {capacity:,}: it does not count the last token of each"
+                f" sequence, so a stored pack can have more tokens, here up to {spec.longest_pack:,}"
+            )
     with create(destination, to, spec, overwrite=options.overwrite, lossy=options.lossy, **options.writer) as writer:
         # Padded only in the output dtype: that of a single source might not be able to hold the padding id.
         runs = (_as_written(run, spec) for run in reader_of_all.runs())
@@ -212,9 +223,8 @@ def convert(
         if isinstance(writer, ParquetWriter):
             writer.set_summary(summary)
     lost = [*unjoinable.values(), *writer.lost.values()]
-    return ConvertReport(
-        name, reader_of_all.paths, content, spec, reader_of_all.notes, lost, options.verify, writer.found
-    )
+    notes = [*reader_of_all.notes, *notes]
+    return ConvertReport(name, reader_of_all.paths, content, spec, notes, lost, options.verify, writer.found)
 
 
 def _check_places(name: str, paths: list[str], destination: str, to: str, options: ConvertOptions) -> None:
@@ -293,7 +303,7 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
             f"the longest pack has {spec.longest_pack} tokens, but --seq-length is {options.capacity}; raise it, or"
             " pack the result again (megatron-sft-idx pack)",
         )
-    return dataclasses.replace(spec, capacity=options.capacity)
+    return dataclasses.replace(spec, capacity=options.capacity, capacity_stated=True)
 
 
 def _as_written(run: PackRun, spec: PackedSpec) -> PackRun:

@@ -423,7 +423,7 @@ class Reader(PackedReader):
         counts = PackCounts()
         for run in self.runs():
             counts.add(run)
-        return self._make_spec(counts.num_sequences, counts.num_tokens, counts.longest_pack, 1)
+        return self._make_spec(counts.num_sequences, counts.num_tokens, counts.longest_pack)
 
     def _run(self, first: int, last: int) -> PackRun:
         return run_of_lines(self.path, first, list(self._lines(first, last)))

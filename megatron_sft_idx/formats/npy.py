@@ -195,13 +195,10 @@ class Reader(PackedReader):
         counts = len(self.packs.seq_starts), len(self.packs.tokens), longest
         self.spec = self._make_spec(*counts, capacity=self._true_capacity(capacity, longest))
 
-    def _true_capacity(self, stated: int | None, longest: int) -> int:
+    def _true_capacity(self, stated: int | None, longest: int) -> int | None:
         """Return the actual capacity of all packs, given the stated one; notes any difference."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
-        if stated is None:
-            self.notes.append(f"the file does not store its capacity, so the longest pack, {longest} tokens, is used")
-            return longest
-        if longest <= stated:
+        if stated is None or longest <= stated:
             return stated
         if (pack := first_true(lengths > stated + sequences)) is not None:
             reason = (

@@ -233,7 +233,10 @@ class PackedDataset(Shown):
 
     @property
     def capacity(self) -> int:
-        """The maximum number of token positions in a pack: the largest of all files."""
+        """The maximum number of token positions in a pack: the largest of all files.
+
+        For a file that does not store its capacity, this is the length of its longest pack.
+        """
         return self._files.spec.capacity
 
     @property

@@ -321,7 +321,7 @@ class Reader(PackedReader):
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, expected at most {MAX_CAPACITY} (rule P1)")
-        return self._make_spec(self._num_sequences, self._num_tokens, longest, 1, media=self.has_media)
+        return self._make_spec(self._num_sequences, self._num_tokens, longest, media=self.has_media)
 
     @cached_property
     def _stated_longest(self) -> int | None:
@@ -470,7 +470,8 @@ class Writer(PackedWriter):
     stores_media = True
 
     def _begin(self, spec: PackedSpec, *, row_group_size: int = 1000) -> None:
-        self.stores_columns = BRIDGE_PADDING_KEY not in spec.metadata  # Bridge reads no columns
+        if BRIDGE_PADDING_KEY in spec.metadata:  # Bridge reads no columns
+            self.stores_columns, self._layout = False, " padded for Megatron-Bridge"
         spec = spec if self.stores_columns else dataclasses.replace(spec, columns={})
         if taken := sorted(spec.columns.keys() & set(FIELDS)):
             raise FormatError(

@@ -368,7 +368,7 @@ class Reader(PackedReader):
         self.notes += index.notes()
         longest, metadata = int(self._lengths.max(initial=0)), {"generation": index.generation, "mask_rule": "all"}
         counts = self.num_packs, int(self._token_offsets[-1]), longest
-        self.spec = self._make_spec(*counts, 1, metadata={"pbin": metadata})
+        self.spec = self._make_spec(*counts, metadata={"pbin": metadata})
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths, starts = self._lengths[first:last], self._starts[first:last]

@@ -458,6 +458,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         FormatError: pad ids or fingerprints of tokenizers differ.
     """
     first = specs[0]
+    capacity = max(spec.capacity for spec in specs)
     trained = [spec.num_trained_tokens for spec in specs]
     pad_id = require_one_tokenizer(path, [(spec.pad_id, spec.metadata) for spec in specs])
     return dataclasses.replace(
@@ -468,7 +469,8 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         longest_pack=max(spec.longest_pack for spec in specs),
         token_dtype=np.result_type(*{spec.token_dtype for spec in specs}),
         mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
-        capacity=max(spec.capacity for spec in specs),
+        capacity=capacity,
+        capacity_stated=any(spec.capacity_stated and spec.capacity == capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=pad_id,
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),

@@ -372,10 +372,10 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
             "both shards have the same id, but not the same content, so one of them was changed after it was written;"
             " verify --full shows which one"
         )
-    lines += _pack_lines(comparison)
-    if comparison.sequences is not None:
-        lines += _set_lines(comparison.sequences)
-    return lines
+    packs = list(_pack_lines(comparison))
+    sets = [] if comparison.sequences is None else list(_set_lines(comparison.sequences))
+    # The counts of both first, then the single differences.
+    return [*lines, *packs[:1], *sets[:1], *packs[1:], *sets[1:]]
 
 
 def _short(value: Any) -> str:

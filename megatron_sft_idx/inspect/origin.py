@@ -77,6 +77,16 @@ def find_row(
             yield window.locate(number)
 
 
+def last_row(shard: Shard, file: int) -> int:
+    """Return the number of the last row of a file from which a sequence was made; -1 if there is none."""
+    last = -1
+    for window in windows(shard.files, columns={SOURCE: shard.columns.open(SOURCE)}):
+        values = window.columns[SOURCE].values
+        if len(rows := values[values[:, 0] == file, 1]):
+            last = max(last, int(rows.max()))
+    return last
+
+
 def cut_length(header: Header) -> int | None:
     """Return the length in tokens to which overlong sequences were cut; 0 if none were, None if it is unknown."""
     packing = header.metadata.get("packing")

@@ -110,9 +110,10 @@ def mark_pack(
     *,
     sources: Sequence[str] = (),
     media: Sequence[HasPlace] = (),
+    only: int | None = None,
     color: bool = False,
 ) -> str:
-    """Render a whole pack: a line with positions and counts above each sequence, and trained text marked.
+    """Render a pack: a line with positions and counts above each sequence, and trained text marked.
 
     Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole. The
     placeholder tokens of an image or recording are folded: ``<image x 576>``.
@@ -124,6 +125,7 @@ def mark_pack(
         decode: converts ids to text and keeps special tokens.
         sources: what the line above each sequence says about its origin; empty if it is unknown.
         media: images and recordings of the pack, in order.
+        only: number of the only sequence to render; None for all.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
@@ -132,6 +134,8 @@ def mark_pack(
     """
     lines = []
     for number, (start, stop) in enumerate(pairwise(boundaries)):
+        if only not in (None, number):
+            continue
         weights = trained_tokens(loss_mask[start:stop])
         rule = _rule(number, start, stop, weights, sources[number] if sources else "")
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)

@@ -545,9 +545,9 @@ def _require_checksum(paths: ShardPaths, path: str, rule: str, found: bytes, exp
     if found != expected:
         raise CorruptShardError(
             path,
-            0,
+            None,
             rule,
             f"checksum of all bytes is {found.hex()}, but the header records {expected.hex()}; the file was changed,"
-            " or belongs to another shard. Restore it from a copy, or accept its current content: megatron-sft-idx"
-            f" rebuild {paths.prefix} --accept-contents. Nothing was published",
+            " or belongs to another shard. Restore it from a copy, make the shard again with --overwrite, or accept its"
+            f" current content: megatron-sft-idx rebuild {paths.prefix} --accept-contents. Nothing was published",
         )

@@ -129,7 +129,7 @@ class CopySource:
         check_size(self.paths.seq_idx, len(self.seq_idx), header.seq_idx_nbytes)
         if xxhash.xxh3_128_digest(memoryview(self.seq_idx)[header.nbytes :]) != header.arrays_checksum:
             detail = "the checksum of the arrays does not match; restore the file from a copy"
-            raise CorruptShardError(self.paths.seq_idx, header.nbytes, "F3", detail)
+            raise CorruptShardError(self.paths.seq_idx, None, "F3", detail)
         digests = dict(zip(DATA_SUFFIXES, header.digests, strict=True))
         digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
         for suffix, digest in digests.items():
@@ -186,10 +186,10 @@ class CopySource:
         expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
         detail = (
             f"its content does not match the header, which records {expected}; the file was changed or damaged:"
-            " restore it from a copy"
+            " restore it from a copy, or make the shard again with --overwrite"
         )
         rule = "M13" if suffix in MEDIA_SUFFIXES else "C7" if content.head else "F3"
-        return CorruptShardError(self.paths.prefix + suffix, 0, rule, detail)
+        return CorruptShardError(self.paths.prefix + suffix, None, rule, detail)
 
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, comparing_all_texts
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.files import BUILDING, SUFFIXES
-from megatron_sft_idx.lines import joined
+from megatron_sft_idx.lines import found_unread, joined
 from megatron_sft_idx.live import END, PRODUCER, Catalog
 from megatron_sft_idx.produce.cursor import CURSOR, Cursor, find_start
 from megatron_sft_idx.produce.feed import Files, PieceOrigin, feed
@@ -104,7 +104,6 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         keeper = StateKeeper(catalog, state)
         backpressure = Backpressure(catalog, keeper, options.ack_dir, log)
         if is_complete := catalog.end() is not None:
-            log(f"{catalog.folder}: already complete, with the same input and options")
             keeper.state = replace(state, **ENDED)
             backpressure.finish_removals()
             backpressure.free_completed()
@@ -115,7 +114,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
             cursor = _Production(options, catalog, work, encoder, keeper, backpressure, pace, log).run(source, cursor)
     shards, new = keeper.state.published, keeper.state.published - state.published
     lines = [
-        f"{'found' if is_complete else 'wrote'} {catalog.folder}",
+        f"found {catalog.folder}: {found_unread(catalog.folder)}" if is_complete else f"wrote {catalog.folder}",
         f"shards          {shards:,} ({new:,} made by this run, {backpressure.removed:,} removed by it)",
         *CorpusReport(cursor.rows, cursor.skipped).lines(),
         f"seconds         {time.monotonic() - begin:.1f}",

@@ -65,9 +65,8 @@ def cached_copy(
             for chunk in fetch():
                 file.write(chunk)
             if file.digest() != digest:
-                raise CorruptShardError(
-                    source, 0, "F3", f"its checksum is not {digest.checksum.hex()}, the one in the header; restore it"
-                )
+                detail = f"its checksum is not {digest.checksum.hex()}, the one in the header; restore it"
+                raise CorruptShardError(source, None, "F3", detail)
             new.publish()
         _remove_unused(cache)
     except OSError as error:

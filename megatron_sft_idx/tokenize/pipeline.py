@@ -109,9 +109,6 @@ def make_shards(
             found = bool(headers)
             made = MadePacks(headers, found)
             if found:
-                log(
-                    f"{published if is_uploaded else options.prefix}: already complete, with the same input and options"
-                )
                 report = CorpusReport.of(headers[0])
                 _require_few_bad_rows(options, report)
                 if not is_uploaded and not holds_packs_of_program(building):

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.lines import counted, joined
+from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.lines import counted, found_unread, joined
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.publish import Kind, head_of
@@ -144,9 +145,9 @@ class CorpusReport:
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], notes=header.metadata["notes"], reused=True)
 
-    def lines(self) -> list[str]:
-        """Return lines for people about the number of rows and of skipped rows."""
-        reused = " (corpus reused: same input and options)" if self.reused else ""
+    def lines(self, *, found: bool = False) -> list[str]:
+        """Return lines for people about the number of rows and of skipped rows; ``found`` as in ``Summary``."""
+        reused = " (corpus reused: same input and options)" if self.reused and not found else ""
         lines = [f"rows            {self.rows:,}{reused}"]
         if self.skipped:
             lines.append(f"  skipped       {self.skipped:,}")
@@ -195,6 +196,8 @@ class PackReport:
         selected: number of rows by result of the selection; sequences and tokens dropped because they train nothing.
         lost_columns: columns of the source that were dropped with permission.
         found: all shards already existed.
+        pairs: number of preference pairs, of two sequences each.
+        sequence_multiple: multiple that sequence lengths were rounded up to for packing.
     """
 
     sequences: int
@@ -217,6 +220,8 @@ class PackReport:
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
     found: bool = False
+    pairs: int = 0
+    sequence_multiple: int = 1
 
     @classmethod
     def of(cls, headers: Sequence[Header], overlong_rows: Sequence[tuple[str, int]] = ()) -> PackReport:
@@ -239,6 +244,8 @@ class PackReport:
             overlong_rows=[*overlong_rows],
             left_out=packing.get("left_out", 0),
             selected=packing.get("selected", {}),
+            pairs=counts["sequences"] // 2 if "pair" in listed_columns(headers[0].metadata) else 0,
+            sequence_multiple=headers[0].sequence_multiple,
         )
 
     def overlong_lines(self) -> list[str]:
@@ -308,14 +315,16 @@ class Summary:
         packing = self.packing
         share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
         which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
-        lines = [f"{'found' if self.found else 'wrote'} {self.prefix}{which}"]
+        shards = [f"{self.prefix}{which}"] + [f"{self.prefix}.valid"] * (self.valid is not None)
+        lines = [f"found {shards[0]}: {found_unread(*shards)}" if self.found else f"wrote {shards[0]}"]
         corpus = self.corpus
         if corpus is not None:
-            lines += corpus.lines()
+            lines += corpus.lines(found=self.found)
         selected = packing.selected
         lines += [f"  {name:<14}{selected[key]:,} {what}" for key, name, what in _SELECTED if selected.get(key)]
+        in_pairs = f" in {counted(packing.pairs, 'pair')}" if packing.pairs else ""
         lines += [
-            f"sequences       {packing.sequences:,}",
+            f"sequences       {packing.sequences:,}{in_pairs}",
             f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
             f"tokens          {packing.tokens:,}",
             f"trained tokens  {packing.trained_tokens:,} ({share})",
@@ -324,6 +333,9 @@ class Summary:
             f" {counted(packing.most_sequences, 'sequence')} per pack",
         ]
         if_any = {
+            f"multiple        packed with each sequence rounded up to a multiple of {packing.sequence_multiple}": (
+                packing.sequence_multiple > 1
+            ),
             f"left out        {counted(packing.left_out, 'sequence')} left out by --where": packing.left_out,
             f"lost            columns {', '.join(packing.lost_columns)}: one row per pack of the source": (
                 packing.lost_columns

@@ -72,8 +72,8 @@ def test_files_that_changed_since_a_build_was_complete_get_no_name(
     done = command("rebuild", tmp_path / "m", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
     assert "all files were complete, but rules are broken in" in done.err
-    assert "they have changed since; the first is byte" in done.err
-    assert (f" of {tmp_path}/m{suffix}: " in done.err) or (f" of {tmp_path}/m.building/{suffix}: " in done.err)
+    assert "they have changed since" in done.err
+    assert any(f"; the first is {tmp_path}/m{at}{suffix}: " in done.err for at in ("", ".building/"))
     assert done.err.endswith("; nothing was published; build it again with overwrite (--overwrite)\n")
     assert tree_of(tmp_path) == before
     merge([killed.source], tmp_path / "m", overwrite=True)

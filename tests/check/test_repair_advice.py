@@ -90,6 +90,11 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
         assert verify_shard(prefix, full=True).ok
         assert_honest(prefix, whole, now.out)
         followed += 1
+    if "make the shard again with --overwrite" in said:
+        source, prefix = put(folder / "again", whole), put(folder / "x", left)
+        merged = command("merge", source, "--output-prefix", prefix, "--overwrite")
+        assert (merged.code, verify_shard(prefix, full=True).ok) == (0, True), said + merged.err
+        followed += 1
     if command_line := re.search(r": megatron-sft-idx (merge .*) NEW$", done.err, re.M):
         prefix = put(folder / "x", left)
         (folder / "new").mkdir()

@@ -34,7 +34,7 @@ def looked_at(prefix: str) -> Report:
     quick, report = verify_shard(prefix), verify_shard(prefix, full=True)
     assert quick.ok or not report.ok  # the full verification finds everything that the quick one finds
     for finding in (*quick.findings, *report.findings):
-        assert finding.offset >= 0
+        assert finding.offset is None or finding.offset >= 0
         assert str(finding)
     return report
 
@@ -48,7 +48,10 @@ def test_every_single_flipped_bit_is_found(tmp_path: Path, whole: Files, suffix:
         for bit in range(8 * len(whole[suffix])):
             right = whole[suffix][bit // 8]
             os.pwrite(file.fileno(), bytes([right ^ 1 << bit % 8]), bit // 8)
-            assert not verify_shard(prefix, full=True).ok, f"bit {bit}"
+            findings = verify_shard(prefix, full=True).findings
+            assert findings[0].path == prefix + suffix, f"bit {bit}"
+            # A count in the header is wrong only if the header is.
+            assert suffix == ".seq.idx" or "H9" not in {finding.rule for finding in findings}, f"bit {bit}"
             os.pwrite(file.fileno(), bytes([right]), bit // 8)
     assert verify_shard(prefix, full=True).ok
 

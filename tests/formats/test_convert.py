@@ -165,11 +165,9 @@ def test_several_sources_become_one_and_one_of_them_may_be_empty(tmp_path: Path,
         convert(str(tmp_path / stem), parts[-1], name)
     report = convert(parts, str(tmp_path / "all"), "sft-idx")
     assert report.paths == tuple(parts)
-    if name == "npy":  # all of them warn, although they are never open at the same time
-        longest = [max((len(p.tokens) for p in part), default=0) for part in (packs[:5], [], packs[5:])]
-        assert [note.split("the longest pack, ")[1] for note in report.notes] == [
-            f"{n} tokens, is used" for n in longest
-        ]
+    if name == "npy":
+        longest = max(len(p.tokens) for p in packs)
+        assert [f"the longest pack, {longest} tokens, is used" in note for note in report.notes] == [True]
     assert_holds(Shard(tmp_path / "all"), packs)
     assert_holds(open_dataset(parts), packs)
 
@@ -416,13 +414,15 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0] == f"read {source} as npy"
-    assert lines[1].startswith("note: the file does not store its capacity")
+    assert lines[1].startswith("note: the source does not store its capacity")
     assert re.fullmatch(r"wrote .*y as sft-idx: 6 packs, \d+ sequences, \d+ tokens, .* capacity \d+", lines[-2])
     assert lines[-1] == "read back and compared: equal"
     assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
     assert "verifying: 6 packs" in shown.err
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx"]) == 0
-    assert "found " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"found {tmp_path}/y as sft-idx: " in out
+    assert f"; contents not checked: megatron-sft-idx verify --full {tmp_path}/y\n" in out
     assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--overwrite", "--no-verify"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "not read back, because of --no-verify"
     with pytest.raises(SystemExit) as caught:
@@ -473,6 +473,8 @@ def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multip
     stored = open_dataset(target)
     assert stored.capacity == max(capacity, *(len(pack.tokens) for pack in expected))
     assert_holds(stored, expected)
+    same_size = f"packed_sequence_size of Megatron-Bridge stays {capacity:,}: "
+    assert any(same_size in note for note in report.notes) == (stored.capacity > capacity)
     (said,) = json.loads(Path(f"{target}.json").read_text())
     assert said == {
         "dataset_max_seqlen": max(map(max, positions)),

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chats import SUFFIXES as FILES
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +20,7 @@ from sample_packs import Sample, assert_holds, assert_is, demo_samples, write_sa
 
 from megatron_sft_idx import PackedDataset, open_dataset
 from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
+from megatron_sft_idx.formats import parquet
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, JoinedReader, recognise, resolve_source
 from megatron_sft_idx.shard import Shard
@@ -73,6 +76,20 @@ SUFFIXES = {
 KINDS = [kind for kind in WRITABLE if kind in SUFFIXES]
 
 SAY_CAPACITY = ("sft-idx", "memmap", "parquet", "save_to_disk")
+
+
+def test_a_capacity_that_is_only_guessed_is_noted(tmp_path: Path) -> None:
+    for kind in KINDS:
+        write_kind(kind, tmp_path / kind, {"x": 3})
+    # As another program writes it, without metadata.
+    pq.write_table(pa.table({name: [[0]] for name in parquet.FIELDS}), tmp_path / "plain.parquet")
+    for kind in [*KINDS, "plain"]:
+        source = str(next(tmp_path.glob("plain.parquet" if kind == "plain" else f"{kind}/x*")))
+        for capacity in (None, 99):
+            options = ConvertOptions(capacity=capacity, overwrite=True)
+            report = convert(source, str(tmp_path / "out"), "sft-idx", options)
+            noted = [note for note in report.notes if "the longest pack, " in note and "--seq-length" in note]
+            assert bool(noted) == (capacity is None and kind not in SAY_CAPACITY), kind
 
 
 # ---- indexing ----
@@ -399,7 +416,7 @@ def test_packs_over_the_stated_capacity_by_a_token_a_sequence_are_kept(tmp_path:
     assert any("exceed the capacity 8 by up to one token per sequence" in note for note in ds.notes)
     assert_holds(ds, packs)
     assert open_dataset(path, capacity=64).capacity == 64
-    assert any("capacity" in note and "10 tokens" in note for note in open_dataset(path).notes)
+    assert open_dataset(path).capacity == 10
     with pytest.raises(
         SequenceError, match=r"x\.npy:0: has 10 tokens in 2 sequences, which is too many for a capacity of 7"
     ):

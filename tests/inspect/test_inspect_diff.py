@@ -193,7 +193,7 @@ def test_a_pack_that_was_put_in_is_named(tmp_path: Path) -> None:
     assert "  pack 4, sequence 0 there: no equal sequence here\n" in text
     compared(tmp_path, packs, [*packs[:4], packs[1], *packs[4:]])
     text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
-    assert "18 in both, 0 in both with different masks, 0 only here, 2 only there\n" in text
+    assert "18 in both, 0 in both with different masks, 0 only here, 2 only there\n  pack " in text
 
 
 def test_a_changed_id_in_a_shard_written_anew_is_no_damage(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def test_a_folder_is_merged_in_the_order_of_its_numbers(tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert f"wrote {tmp_path}/m\nshards merged   4\npacks           8\n" in out
     assert "note            not recorded in any shard, so not compared: pad id, tokenizer, chat template" in out
+    assert main(["merge", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "m")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"found {tmp_path}/m: already complete, ")
+    assert f"; contents not checked: megatron-sft-idx verify --full {tmp_path}/m\n" in out
 
 
 def test_globs_and_names_keep_the_order_of_the_command(tmp_path: Path) -> None:

@@ -207,6 +207,14 @@ def test_places_by_name(repeated):
         assert [one["source"] for one in shown] == named
         for place, name in enumerate(named):
             assert f"{name}: pack {number}, sequence {place}\n" in command("inspect", repeated, "--row", name).out
+        if number % 3 == 0:
+            text = command("inspect", repeated, "--pack", number, "--tokenizer", TOKENIZER).out.removesuffix("\n")
+            for place, (name, shown_text) in enumerate(zip(named, text.split("── sequence ")[1:], strict=True)):
+                row = ("inspect", repeated, "--row", name, "--tokenizer", TOKENIZER)
+                said = command(*row).out
+                assert f"\n{name}: pack {number}, sequence {place}\n── sequence {shown_text}" in f"\n{said}"
+                assert said.count("── sequence ") == said.count(f"{name}: pack ")
+                assert all(one["text"] for one in json.loads(command(*row, "--json").out)["sequences"])
     found = command("inspect", repeated, "--tokenizer", TOKENIZER, "--find", "user", "--limit", 1, "--json")
     (match,) = json.loads(found.out)["matches"]
     file, row = shard[match["pack"]]["source"][match["sequence"]].tolist()
@@ -225,8 +233,15 @@ def test_a_place_that_is_none(repeated, place):
     assert (said.code, expected[place == "c.jsonl:1"] in said.err) == (1, True), said
 
 
-def test_a_row_that_became_nothing(repeated):
-    assert command("inspect", repeated, "--row", "a.jsonl:900").code == 1
+def test_a_row_that_became_nothing(repeated, tmp_path):
+    said = command("inspect", repeated, "--row", "a.jsonl:900")
+    assert (said.code, said.out) == (
+        1, f"{repeated}: no sequence was made from a.jsonl:900; the last row of this file in this shard is 47\n"
+    )  # fmt: skip
+    rows = write_rows(tmp_path / "c.jsonl", [{"prompt": "Hi", "completion": "Ho"}, {"bad": 1}] * 2)
+    assert preprocess(tmp_path / "c", "--input", rows, "--on-bad-row", "skip").code == 0
+    said = command("inspect", tmp_path / "c", "--row", "c.jsonl:2")
+    assert "c.jsonl:2; the row was skipped as a bad row, left out by an option, or is in another" in said.out
     found = json.loads(command("inspect", repeated, "--row", "a.jsonl:900", "--json").out)
     assert (found["sequences"], found["stopped_at_limit"]) == ([], False)
 

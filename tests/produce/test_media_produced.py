@@ -110,7 +110,7 @@ def test_a_catalog_has_the_images_of_its_rows(folder: Path, calm: Path) -> None:
     assert sequences_in(prefixes) == sequences_in([folder / "whole"])
     assert sum(len(pack["media"]) for prefix in prefixes for pack in Shard(prefix)) > 40
     said = produced(folder, calm)
-    assert (said.code, "already complete" in said.err) == (0, True)
+    assert (said.code, "already complete" in said.out) == (0, True)
     text = ("--input", folder / "rows.jsonl", "--tokenizer", folder / "processor")
     other = command("produce", "--catalog", calm, *text, *SMALL)
     assert (other.code, "other options: processor was" in other.err) == (1, True), other.err

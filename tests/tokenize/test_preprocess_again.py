@@ -17,6 +17,7 @@ import pytest
 from chats import CHATS, MADE, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
+from rebuilding import damage
 
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.shard import Shard, read_header
@@ -230,9 +231,14 @@ def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, t
 
 def test_a_finished_run_is_found(case, prefix):
     assert case.run(prefix).code == 0
+    damage(f"{prefix}.loss.bin", -2, 1)
     again = case.run(prefix)
-    assert (again.code, "already complete" in again.err) == (0, True)
-    assert again.out.startswith("found ")
+    assert (again.code, again.out.startswith(f"found {prefix}: already complete, ")) == (0, True)
+    assert "reused" not in again.out
+    check = re.search("contents not checked: megatron-sft-idx (.*)", again.out)
+    checked = command(*check[1].split())
+    assert (checked.code, "make the shard again with --overwrite" in checked.out) == (1, True)
+    assert case.run(prefix, "--overwrite").code == 0
     other = case.run(prefix, "--seed", 3)
     assert other.code == 1
     assert "packing seed was 0, is 3" in other.err

@@ -97,7 +97,9 @@ def _answer(answer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_every_way_to_pack_keeps_pairs(tmp_path, packing, multiple):
     options = (*PREFERENCE, "--packing", packing, "--sequence-multiple", multiple, "--output-shards", 3)
-    assert preprocess(tmp_path / "x", *options, rows=pairs(50), capacity=512).code == 0
+    done = preprocess(tmp_path / "x", *options, rows=pairs(50), capacity=512)
+    assert (done.code, "\nsequences       100 in 50 pairs\n" in done.out) == (0, True), done
+    assert ("rounded up to a multiple of 8\n" in done.out) == (multiple == 8)
     found = [pairs_of(tmp_path / f"x-0000{number}-of-00003") for number in range(3)]
     assert sorted(pair for one in found for pair in one) == list(range(50))
 
