@@ -68,10 +68,7 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     earlier = metadata.get(ACCEPTED)
     metadata[ACCEPTED] = [
         *(earlier if isinstance(earlier, list) else []),
-        *(
-            {"file": path.removeprefix(paths.prefix), "expected": found.expected.removeprefix("the checksum ")}
-            for path, found in wrong.items()
-        ),
+        *({"file": path.removeprefix(paths.prefix), "expected": found.expected} for path, found in wrong.items()),
     ]
     like = dataclasses.replace(header, metadata=metadata)
     specs = {name: column.spec for name, column in columns.items()}

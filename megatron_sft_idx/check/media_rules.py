@@ -107,7 +107,7 @@ def check_media(
         _check_items_file(opened, files, claims, listed, findings, meter, stream)
     if stream is not None and (checksum := stream.finish()) != listed.data:
         path = stream.file.path
-        findings.add("M13", path, None, checksum.hex(), f"the checksum {listed.data.hex()}", remedy=DATA_REMEDY)
+        findings.add("M13", path, None, f"checksum {checksum.hex()}", listed.data.hex(), remedy=DATA_REMEDY)
 
 
 def _check_items_file(
@@ -140,7 +140,7 @@ def _check_items_file(
         return
     checksum = Stream(file, meter, media.header.header_nbytes).finish()
     if is_whole and checksum != media.header.arrays_checksum:
-        found, wanted = f"{checksum.hex()} for the arrays", f"the checksum {media.header.arrays_checksum.hex()}"
+        found, wanted = f"checksum {checksum.hex()} for the arrays", media.header.arrays_checksum.hex()
         findings.add("M13", file.path, None, found, wanted, remedy=DATA_REMEDY)
     if media.ascending("M5", "item_offsets", media.header.num_items, 0) and claims.num_packs == media.header.num_packs:
         _check_items(media, files, claims)

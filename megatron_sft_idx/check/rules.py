@@ -468,4 +468,4 @@ def _check_values(
         findings.counts[rule] += len(wrong[findings.most :])
     checksum = stream.finish()
     if stream.file.nbytes == column.nbytes and checksum != column.checksum:
-        add("C7", None, f"{checksum.hex()} for the values", f"the checksum {column.checksum.hex()}")
+        add("C7", None, f"checksum {checksum.hex()} for the values", column.checksum.hex())

@@ -336,7 +336,7 @@ def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings:
         name = _FIELD_STARTS[suffix]
         what, nbytes, expected = "", claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
     if stream.file.nbytes == nbytes and found != expected:
-        findings.add("F3", stream.file.path, None, found.hex() + what, f"the checksum {expected.hex()}")
+        findings.add("F3", stream.file.path, None, f"checksum {found.hex()}{what}", expected.hex())
     return bool(stream.file.nbytes == nbytes and found == expected)
 
 
