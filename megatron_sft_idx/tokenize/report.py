@@ -82,6 +82,8 @@ _OVERLONG = {
 }
 # Followed by the name of a field.
 _IGNORED = "ignored_field:"
+# Followed by a role.
+_UNWRITTEN = "left_out_message:"
 # The first key of the file, for recognizing it.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
@@ -95,6 +97,9 @@ def _said_of(note: str, count: int) -> str:
     """Describe what a note counts."""
     if note.startswith(_IGNORED):
         unit, what = "field", f"{note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
+    elif note.startswith(_UNWRITTEN):
+        unit = f"{note.removeprefix(_UNWRITTEN)} message"
+        what = "left out by the chat template, so the model never sees the text (--chat-template FILE sets another one)"
     elif note in _NOTES:
         unit, what = _NOTES[note]
     else:

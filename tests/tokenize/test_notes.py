@@ -59,6 +59,24 @@ def test_a_dry_run_prints_the_notes_of_the_run(tmp_path: Path) -> None:
         assert notes_of(preprocess(tmp_path / "y", *given, "--dry-run", *more).out) == notes_of(made.out)
 
 
+def test_messages_that_the_template_leaves_out_are_noted(tmp_path: Path) -> None:
+    told = {"messages": [{"role": "developer", "content": "Rules"}, {"role": "user", "content": "Hi"}]}
+    told["messages"].append({"role": "assistant", "content": "Hello"})
+    source = write_rows(tmp_path / "rows.jsonl", [GOOD, told, told])
+    made = preprocess(tmp_path / "x", "--input", source, "--summary", tmp_path / "x.json")
+    assert made.code == 0, made
+    assert notes_of(made.out) == [
+        "2 developer messages left out by the chat template, so the model never sees the text (--chat-template FILE"
+        f" sets another one); first in {source}:2"
+    ]
+    corpus = json.loads((tmp_path / "x.json").read_text())["corpus"]
+    assert corpus["notes"] == {"left_out_message:developer": 2}
+    assert corpus["first_rows"] == {"left_out_message:developer": f"{source}:2"}
+    for more in ((), ("--full",)):
+        assert notes_of(preprocess(tmp_path / "y", "--input", source, "--dry-run", *more).out) == notes_of(made.out)
+    assert notes_of(preprocess(tmp_path / "z", "--input", source, "--roles", "developer=system").out) == []
+
+
 def test_the_order_of_roles_is_noted(tmp_path: Path) -> None:
     turns = [
         {"role": "system", "content": "Be brief."},
