@@ -104,7 +104,7 @@ def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
         SFTIndexError: an input or an option is unusable.
     """
     files, options = options.expanded()
-    look_at_rows(files, options.encoding.rows, options.max_rows)
+    look_at_rows(files, replace(options.encoding, on_bad_row="skip"), options.max_rows)
     content = full and options.encoding.content
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=content))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)

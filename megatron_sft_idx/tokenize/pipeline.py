@@ -92,7 +92,7 @@ def make_shards(
             with _timed("preparing", seconds):
                 files, options = options.expanded()
                 options.check_outputs(files)
-                look_at_rows(files, options.encoding.rows, options.max_rows)
+                look_at_rows(files, options.encoding, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
                     # Workers import their modules while this process continues.
