@@ -381,6 +381,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     if arguments.full and not arguments.dry_run:
         parser.error("--full needs --dry-run, because a run without it reads all rows anyway")
+    if arguments.summary is not None and arguments.dry_run:
+        parser.error("--summary cannot be combined with --dry-run, which writes nothing: leave out one of the two")
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return 0

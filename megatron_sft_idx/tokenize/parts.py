@@ -595,7 +595,7 @@ class PartsSoFar:
             if skipped <= _MAX_SHOWN:
                 self._log(f"skipped {error}")
             elif skipped == _MAX_SHOWN + 1:
-                self._log("skipped more rows, which are not listed")
+                self._log("skipped more rows; the file of --summary lists them, and --dry-run --full shows them")
         report.skipped += info.skipped
 
     def require_few_bad_rows(self, name: str, *, at_end: bool = False) -> None:

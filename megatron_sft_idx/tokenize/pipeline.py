@@ -203,7 +203,10 @@ def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[No
             building.discard()
             raise
         interrupted = "" if isinstance(error, Exception) else "interrupted; "
-        job.log(f"{interrupted}{counted(building.num_parts(), 'part')} kept in {building.folder}; {_AGAIN}")
+        again = _AGAIN
+        if isinstance(error, TooManyBadRowsError):
+            again = "with a larger --max-bad-rows, the command continues from there"
+        job.log(f"{interrupted}{counted(building.num_parts(), 'part')} kept in {building.folder}; {again}")
         raise
 
 
