@@ -61,12 +61,15 @@ _NOTES = {
         " (--mask-alignment label)",
     ),
     "split_at_system_messages": ("row", "with several conversations, each beginning with a system message"),
-    "straddling": ("trained token", "beginning before the trained text (--span-by-span avoids that)"),
+    "straddling": (
+        "trained token",
+        "also containing the end of the text before an answer (--span-by-span avoids that)",
+    ),
     "straddling_header": (
         "trained token",
         "with characters of a header (--straddling exclude does not train on such tokens)",
     ),
-    "straddling_left_out": ("token", "beginning before the trained text, not trained"),
+    "straddling_left_out": ("token", "also containing the end of the text before an answer, not trained"),
     "ends_of_turn_alone": ("answer", "without text, of which only the end of the turn is trained"),
     "thinking_tags_kept": ("answer", "with a reasoning tag after the first one, trained on anyway"),
     "tool_arguments_converted": (
