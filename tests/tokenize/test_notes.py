@@ -10,6 +10,7 @@ import pytest
 from chats import preprocess, write_rows
 
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.report import CorpusReport
 
 GOOD = {"prompt": "Hi", "completion": "Hello"}
 # Kept as text, because the data may not write control tokens.
@@ -92,6 +93,12 @@ def test_the_order_of_roles_is_noted(tmp_path: Path) -> None:
         f"2 rows beginning with an assistant message, before any user message; first in {source}:3",
         f"2 rows ending with a user message, which no answer follows; first in {source}:2",
     ]
+
+
+@pytest.mark.parametrize(("count", "unit"), [(1, "token"), (2, "tokens")])
+def test_the_note_about_tokens_across_the_beginning_of_an_answer(count: int, unit: str) -> None:
+    said = [f"note            {count} trained {unit} also containing the end of the text before an answer"]
+    assert [line.split(" (")[0] for line in CorpusReport(notes={"straddling": count}).note_lines()] == said
 
 
 def test_progress_after_a_resume_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
