@@ -177,7 +177,9 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
     if options.media:
         messages = place_media(data, messages)
     if options.requires_answer and not any(map(says_something, reversed(messages))):
-        raise RowError("the assistant messages in this row are empty, so there is nothing to train on")
+        has_answer = any(message["role"] == "assistant" for message in messages)
+        what = "the assistant messages in this row are empty" if has_answer else "the row has no assistant message"
+        raise RowError(f"{what}, so there is nothing to train on")
     return to_conversation(data, messages, weights)
 
 
@@ -226,7 +228,7 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     if names := preference_keys(data):
         raise RowError(
             f"the row has a preference pair ({', '.join(names)}), but supervised fine-tuning needs one answer: pass"
-            " --row-kind preference to make pairs, or --fields messages=NAME to train on one column only"
+            f" --row-kind preference to make pairs, or {_fields_of_one(data, names[0])} to train on one column only"
         )
     for key in VERDICTS:
         verdict = verdict_of(data.get(key), is_judged=data.get("completion") is not None)
@@ -236,6 +238,13 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
                 " fine-tuning trains on every answer: pass --row-kind kto to store the labels, or keep only the good"
                 " rows and remove the column"
             )
+
+
+def _fields_of_one(data: dict[str, Any], name: str) -> str:
+    """Return the options that select one answer of a pair: messages, or a string that answers the prompt."""
+    if isinstance(messages_of_json(data[name]), str):
+        return f"--fields prompt={first_filled(data, PROMPTS) or 'prompt'} completion={name}"
+    return f"--fields messages={name}"
 
 
 def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
@@ -279,6 +288,11 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
         return "alpaca"
     if TEXT in has:
         return "text"
+    # Rows of tables have all columns, and empty ones are null.
+    missing = ANSWERS if has.isdisjoint(ANSWERS) else _ASKING
+    empty = [name for name in missing if name in data]
+    if empty and not has.isdisjoint((*_ASKING, *ANSWERS)):
+        raise RowError(f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty")
     if options.mapping.has_content:
         raise RowError(
             f"--fields maps only {', '.join(target for target, _ in options.mapping.fields)}, which is not enough for"

@@ -66,7 +66,7 @@ _LEAVE_OUT: Final = "ignore the wrong one with --ignore-field NAME"
 _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
 # Error texts for a row that needs a decision, and how to decide.
-UNDECIDED = "a system message comes after an answer in this row"
+UNDECIDED = "a system message comes after an assistant message in this row"
 DECIDE = (
     "choose for the whole input: --system-starts conversation starts a new conversation, stored as a separate"
     " sequence, at each system message (like Megatron's --sft); --system-starts turn keeps one conversation with"
@@ -466,7 +466,7 @@ def _first(is_so: NDArray[np.bool_]) -> int | None:
 
 
 class UndecidedError(RowError):
-    """A system message comes after an answer, and the options do not define its meaning."""
+    """A system message comes after an assistant message, and the options do not define its meaning."""
 
 
 def conversations_of(conversation: Conversation, system_starts: SystemStarts) -> list[Conversation]:
@@ -476,7 +476,7 @@ def conversations_of(conversation: Conversation, system_starts: SystemStarts) ->
     lines. All get the tools and template variables of the row. A conversation may be without an answer.
 
     Raises:
-        UndecidedError: a system message comes after an answer, and ``system_starts`` is ``"error"``.
+        UndecidedError: a system message comes after an assistant message, and ``system_starts`` is ``"error"``.
     """
     messages, weights = conversation.messages, conversation.weights
     starts = [at for at, message in enumerate(messages) if message["role"] == "system" and at]

@@ -96,7 +96,9 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     # An empty "chosen" is a bad answer. The row's messages end with the chosen answer only if the key is missing.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
-        raise RowError(f"not a preference row: {'rejected' if rejected_in is None else 'chosen'} is missing")
+        given = first_given(data, REJECTED) if rejected_in is None else None
+        missing = f"{given} is empty" if given else f"{'rejected' if rejected_in is None else 'chosen'} is missing"
+        raise RowError(f"not a preference row: {missing}")
     for key in VERDICTS:
         if verdict_of(data.get(key), is_judged=False) is not None:
             raise _two_verdicts([name for name in (chosen_in, rejected_in) if name], key, data)

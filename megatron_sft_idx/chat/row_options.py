@@ -28,8 +28,8 @@ class RowOptions:
             ``all``, rows of plain text are read, and a "do not train" flag on a message of another role is an error.
         ignore_fields: names of fields to remove from rows, messages and parts; sorted.
         media: whether images and audio are read; otherwise a row with media is rejected.
-        system_starts: meaning of a system message after an answer: the beginning of another conversation, a turn of the
-            same one, or (error) undefined.
+        system_starts: meaning of a system message after an assistant message: the beginning of another conversation, a
+            turn of the same one, or (error) undefined.
 
     Raises:
         FormatError: an option has an invalid value, or options contradict each other.

@@ -1,6 +1,6 @@
 """Rows of comma- or tab-separated values according to RFC 4180: a header, then one record per row.
 
-All values are text. An empty field counts as absent. A quoted field may contain delimiters, line ends, and quotes that
+All values are text. An empty field is null. A quoted field may contain delimiters, line ends, and quotes that
 are written twice. Python's csv module parses the records; a record that it would split differently is rejected.
 """
 
@@ -61,7 +61,7 @@ class SeparatedPiece(Piece):
                 yield InputRow(position, SequenceError(self.path, position, str(error)))
             else:
                 pairs = zip(self.header.names, fields, strict=True)
-                yield InputRow(position, {name: value for name, value in pairs if value})
+                yield InputRow(position, {name: value or None for name, value in pairs})
 
     def fingerprint(self) -> str:
         """See ``Piece.fingerprint``."""

@@ -32,6 +32,7 @@ from megatron_sft_idx.chat.training_fields import (
     weight_of,
 )
 from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.lines import counted
 
 Message = dict[str, Any]
 # Messages, and the loss weight of each.
@@ -155,7 +156,9 @@ def _of_texts(texts: list[Any], key: str) -> list[tuple[Message, str]]:
                 " and content"
             )
     if len(texts) % 2:
-        raise RowError(f"{key} has {len(texts)} strings, expected an even number: user and assistant texts alternate")
+        raise RowError(
+            f"{key} has {counted(len(texts), 'string')}, expected an even number: user and assistant texts alternate"
+        )
     roles = ("user", "assistant")
     return [({"role": roles[i % 2], "content": text}, f"{key}[{i}]") for i, text in enumerate(texts)]
 
@@ -206,6 +209,8 @@ def _with_role(message: Message, what: str, options: RowOptions) -> tuple[Messag
     """Return a message with its role for chat templates; a function_call becomes an assistant message."""
     given = message.get("role")
     role = _role_of(given, options.mapping.role_names)
+    if given is None:
+        raise RowError(f"{what} has no role; if another field has it, map that field with --turn-fields role=PATH")
     if role is None:
         raise RowError(
             f"{what} has the role {given!r:.40}; known roles are {', '.join(ROLES)} and their usual names; map other"

@@ -177,9 +177,9 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
             of {", ".join(ROLES)}
         --ignore-field NAME  read rows, messages and content parts as if they did not have this field; for a field that
             other trainers read as "do not train this" but that has another meaning in this data; may be repeated
-        --system-starts  how to read a system message after an answer: as the start of another conversation, which
-            becomes a separate sequence, as in Megatron's --sft lines, or as a turn of the same conversation; with
-            error, the run does not start if such a row is among the first 1,000, and stops at a later one
+        --system-starts  how to read a system message after an assistant message: as the start of another conversation,
+            which becomes a separate sequence, as in Megatron's --sft lines, or as a turn of the same conversation; with
+            error, such a row is a bad row, and the run does not start if most of the first 1,000 rows are such rows
             (default: %(default)s)
         --mask-alignment  in tokenised rows, whether the mask marks the trained token itself, or the token before it
             (default: %(default)s)
@@ -381,6 +381,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     if arguments.full and not arguments.dry_run:
         parser.error("--full needs --dry-run, because a run without it reads all rows anyway")
+    if arguments.summary is not None and arguments.dry_run:
+        parser.error("--summary cannot be combined with --dry-run, which writes nothing: leave out one of the two")
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return 0

@@ -96,7 +96,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     inputs = os.path.join(catalog.folder, _INPUTS)
     with _held(catalog) as work, contextlib.closing(TakenFiles(inputs)) as taken:
         files = [] if options.watch is not None or options.from_stdin else row_files(options.inputs)
-        look_at_rows(files, options.encoding.rows)
+        look_at_rows(files, options.encoding)
         state, cursor = find_start(catalog, options, encoder, len(files))
         if not state.published:
             taken.clear()

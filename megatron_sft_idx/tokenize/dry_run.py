@@ -36,7 +36,7 @@ from megatron_sft_idx.tokenize.selection import select_rows
 
 # Bytes of first rows, in total and maximum per file: about a second of tokenization.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
-# Number of bad rows to show.
+# Number of bad rows to show of the first rows; of all rows, as many as a report lists.
 _MAX_SHOWN = 20
 
 # Stored like a column, under an impossible name: the smallest and largest nonzero mask value of each sequence.
@@ -104,7 +104,7 @@ def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
         SFTIndexError: an input or an option is unusable.
     """
     files, options = options.expanded()
-    look_at_rows(files, options.encoding.rows, options.max_rows)
+    look_at_rows(files, replace(options.encoding, on_bad_row="skip"), options.max_rows)
     content = full and options.encoding.content
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=content))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
@@ -149,7 +149,7 @@ def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
     which = "all rows" if full else "first rows"
     lines = [line for each in zip(files, reports, lengths, trained, strict=True) for line in _file_lines(which, *each)]
     read = _joined_report(by_file)
-    lines += [f"bad row         {error}" for error in read.bad_rows[:_MAX_SHOWN]]
+    lines += _bad_row_lines(read, full=full)
     lines += read.note_lines()
     lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
     reasons: list[str] = []
@@ -220,6 +220,16 @@ def _file_lines(
     )
     if len(lengths):
         yield f"  lengths       {lengths.min():,} to {lengths.max():,}"
+
+
+def _bad_row_lines(read: CorpusReport, *, full: bool) -> Iterator[str]:
+    """Yield lines for people about the unusable rows."""
+    shown = read.bad_rows if full else read.bad_rows[:_MAX_SHOWN]
+    for error in shown:
+        yield f"bad row         {error}"
+    if read.skipped > len(shown):
+        remedy = "only the first ones are listed" if full else "--full lists all bad rows of the input"
+        yield f"bad row         {counted(read.skipped - len(shown), 'more bad row')}; {remedy}"
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:

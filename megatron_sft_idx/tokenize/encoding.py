@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits
 from megatron_sft_idx.chat.media_processor import MediaProcessor, PlacedItem, positions_of
-from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
+from megatron_sft_idx.chat.packed_rows import conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
@@ -131,8 +131,6 @@ class EncodedPiece:
         notes: counts by name.
         first_rows: the number of the first row of each note (counted like bad rows), by name.
         straddling: text of a trained token that begins in a header; "" if there is none.
-        undecided: number of the row (counted like bad rows) at which encoding stopped because a system message comes
-            after an answer and the options do not define its meaning; 0 if there is none.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
             2]: 0, and the number of the row (for JSON lines, the line), counted from the first of the piece. ``label``
             is uint8, for KTO rows. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``), and the
@@ -149,7 +147,6 @@ class EncodedPiece:
     notes: Counter[str] = field(default_factory=Counter)
     first_rows: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
-    undecided: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     media: Sequence[Sequence[EncodedItem]] = ()
 
@@ -201,7 +198,6 @@ def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | To
     """Return the sources of a row's sequences (conversations, ids or a text), and its KTO label.
 
     Raises:
-        UndecidedError: a system message comes after an answer, and the options do not define its meaning.
         RowError: the row is unusable.
     """
     if options.kind in ("preference", "kto"):
@@ -339,20 +335,19 @@ class RowEncoder:
             missing = _BATCH_ROWS if max_rows is None else min(max_rows - len(made), _BATCH_ROWS)
             return list(islice(waiting, missing))
 
-        options, rows, undecided, waiting = self.options, 0, 0, piece.rows()
+        options, rows, waiting = self.options, 0, piece.rows()
         media = media or self.media_of(piece.path)
         made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         while batch := next_batch():
-            read, undecided = self._read_batch(batch, media)
+            read = [self._read_or_error(row, media) for row in batch]
             rows += len(read)
             made += self._encode_batch(piece, self._rendered(piece, read, bad_rows), bad_rows)
-            if undecided or (bad_rows and options.on_bad_row == "error"):
+            if bad_rows and options.on_bad_row == "error":
                 break
         bad_rows.sort(key=lambda error: error.position or 0)
         weight = self.weight_of(file)
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
-        done.undecided = undecided
         for row, of_row in made:
             for notes in (row.notes, *(sequence.notes for sequence in of_row)):
                 if notes:
@@ -394,22 +389,12 @@ class RowEncoder:
                     media.note([each for each in self._sources(row)[0] if isinstance(each, Conversation)])
             yield piece.fingerprint() + media.digest
 
-    def _read_batch(
-        self, batch: Sequence[InputRow], media: PieceMedia
-    ) -> tuple[list[tuple[int, _Row | ValueError]], int]:
-        """Return the rows with their positions, with errors in place of bad rows, up to the first undecided one.
-
-        The second value is the position of that row, which is not among the rows; 0 if there is none.
-        """
-        read: list[tuple[int, _Row | ValueError]] = []
-        for row in batch:
-            try:
-                read.append((row.position, self._read(row, media)))
-            except UndecidedError:
-                return read, row.position
-            except ValueError as error:
-                read.append((row.position, error))
-        return read, 0
+    def _read_or_error(self, row: InputRow, media: PieceMedia) -> tuple[int, _Row | ValueError]:
+        """Return the position of a row, and the row or the error that makes it a bad row."""
+        try:
+            return row.position, self._read(row, media)
+        except ValueError as error:
+            return row.position, error
 
     def _sources(
         self, row: InputRow

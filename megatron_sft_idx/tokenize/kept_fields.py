@@ -81,7 +81,8 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
     dtype = _DTYPES[dtype_name]
     if not isinstance(value, (bool, int, float)) or not (isinstance(value, int) or math.isfinite(value)):
         remedy = (
-            "; text cannot be kept: give each value its own input file, and select with --where 'source == FILE'"
+            ": correct the value; if this field is text in all rows, give each text its own input file, and select"
+            " with --where 'source == FILE'"
             if isinstance(value, str)
             else ""
         )

@@ -42,7 +42,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
-from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED
 from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import EncodedItem, Piece
@@ -90,7 +89,6 @@ class PartInfo:
         max_rows: number of usable rows that were requested, if there are that many; rows after them are not counted.
             None if the part has all rows.
         bad_rows: position and reason of each unusable row, in order.
-        undecided: position of the row at which encoding stopped (see ``EncodedPiece``); 0 if there is none.
         notes: counts by name.
         first_rows: position of the first row of each note, by name.
         straddling: text of a trained token that begins in a header; "" if there is none.
@@ -108,7 +106,6 @@ class PartInfo:
     skipped: int = 0
     max_rows: int | None = None
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
-    undecided: int = 0
     notes: dict[str, int] = field(default_factory=dict)
     first_rows: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
@@ -145,7 +142,6 @@ class PartInfo:
         self.skipped += len(encoded.bad_rows)
         listed = encoded.bad_rows[: _MAX_LISTED - len(self.bad_rows)]
         self.bad_rows += [(error.position or 0, error.reason) for error in listed]
-        self.undecided = self.undecided or encoded.undecided
         self.straddling = self.straddling or encoded.straddling
         if encoded.loss_mask.dtype == np.float32:
             self.mask_dtype = "float32"
@@ -559,14 +555,12 @@ class PartsSoFar:
             first: offset of the numbers of its bad rows in that file.
 
         Raises:
-            SequenceError: it has a bad row, and none may be skipped; or a row whose meaning the options do not define.
+            SequenceError: it has a bad row, and none may be skipped.
             TooManyBadRowsError: more rows are bad than the limit allows, however many good ones follow.
         """
         info = part.info
         self._report(info, name, first)
         self.require_few_bad_rows(name)
-        if info.undecided:
-            raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, but in no earlier row; {DECIDE}")
         self._notes.update(info.notes)
         if info.mask_dtype == "float32":
             self.mask_dtype = "float32"
@@ -601,7 +595,7 @@ class PartsSoFar:
             if skipped <= _MAX_SHOWN:
                 self._log(f"skipped {error}")
             elif skipped == _MAX_SHOWN + 1:
-                self._log("skipped more rows, which are not listed")
+                self._log("skipped more rows; the file of --summary lists them, and --dry-run --full shows them")
         report.skipped += info.skipped
 
     def require_few_bad_rows(self, name: str, *, at_end: bool = False) -> None:
@@ -729,7 +723,7 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
             raise FormatError(f"{stretch.name}: changed while it was being read; run the command again")
         with _counted_from(stretch):
             made.append(_make_part(settings, stretch, group))
-        if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
+        if not made[-1].path or made[-1].info.max_rows is not None:
             break
     return made
 
@@ -814,7 +808,7 @@ def _encode_pieces(
         if info.usable == settings.max_rows:
             info.max_rows = settings.max_rows
         is_refused = info.bad_rows and settings.encoding.on_bad_row == "error"
-        if is_refused or info.undecided or info.max_rows is not None:
+        if is_refused or info.max_rows is not None:
             break
     return encoded
 

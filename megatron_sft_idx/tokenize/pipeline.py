@@ -92,7 +92,7 @@ def make_shards(
             with _timed("preparing", seconds):
                 files, options = options.expanded()
                 options.check_outputs(files)
-                look_at_rows(files, options.encoding.rows, options.max_rows)
+                look_at_rows(files, options.encoding, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
                     # Workers import their modules while this process continues.
@@ -200,7 +200,10 @@ def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[No
             building.discard()
             raise
         interrupted = "" if isinstance(error, Exception) else "interrupted; "
-        job.log(f"{interrupted}{counted(building.num_parts(), 'part')} kept in {building.folder}; {_AGAIN}")
+        again = _AGAIN
+        if isinstance(error, TooManyBadRowsError):
+            again = "with a larger --max-bad-rows, the command continues from there"
+        job.log(f"{interrupted}{counted(building.num_parts(), 'part')} kept in {building.folder}; {again}")
         raise
 
 

@@ -62,12 +62,15 @@ _NOTES = {
         " (--mask-alignment label)",
     ),
     "split_at_system_messages": ("row", "with several conversations, each beginning with a system message"),
-    "straddling": ("trained token", "beginning before the trained text (--span-by-span avoids that)"),
+    "straddling": (
+        "trained token",
+        "also containing the end of the text before an answer (--span-by-span avoids that)",
+    ),
     "straddling_header": (
         "trained token",
         "with characters of a header (--straddling exclude does not train on such tokens)",
     ),
-    "straddling_left_out": ("token", "beginning before the trained text, not trained"),
+    "straddling_left_out": ("token", "also containing the end of the text before an answer, not trained"),
     "ends_of_turn_alone": ("answer", "without text, of which only the end of the turn is trained"),
     "thinking_tags_kept": ("answer", "with a reasoning tag after the first one, trained on anyway"),
     "tool_arguments_converted": (
@@ -83,6 +86,8 @@ _OVERLONG = {
 }
 # Followed by the name of a field.
 _IGNORED = "ignored_field:"
+# Followed by a role.
+_UNWRITTEN = "left_out_message:"
 # The first key of the file, for recognizing it.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
@@ -96,6 +101,9 @@ def _said_of(note: str, count: int) -> str:
     """Describe what a note counts."""
     if note.startswith(_IGNORED):
         unit, what = "field", f"{note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
+    elif note.startswith(_UNWRITTEN):
+        unit = f"{note.removeprefix(_UNWRITTEN)} message"
+        what = "left out by the chat template, so the model never sees the text (--chat-template FILE sets another one)"
     elif note in _NOTES:
         unit, what = _NOTES[note]
     else:

@@ -1,7 +1,8 @@
 """Find the input files, and check them before the work begins.
 
-A file of packs is not an input: packs are read by ``convert`` and ``pack``. Rows with system messages after answers, as
-in Megatron's ``--sft`` lines, need a decision for the whole input, which is required before anything is tokenised.
+A file of packs is not an input: packs are read by ``convert`` and ``pack``. Rows with system messages after assistant
+messages, as in Megatron's ``--sft`` lines, need a decision for the whole input. It is required before anything is
+tokenised, unless they are skipped as bad rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError, did_you_mean, ne
 from megatron_sft_idx.formats import jsonl_chunks, parquet
 from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
+from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder, read_row
 
 # Amount of input to check before the work begins.
 _FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 2 << 20
@@ -80,36 +81,30 @@ def _schema_metadata(file: InputFile) -> Mapping[bytes, bytes]:
         return {}
 
 
-def look_at_rows(files: Sequence[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+def look_at_rows(files: Sequence[InputFile], options: EncodingOptions, max_rows: int | None = None) -> None:
     """Check rows before the work begins: whether mapped paths exist, and whether a decision is missing.
 
     Args:
         files: the input.
-        options: how rows are read.
+        options: how rows are read, and whether bad rows are skipped.
         max_rows: maximum number of usable rows; None for all.
-        max_rows: how many usable rows are taken; None for all.
 
     Raises:
         FormatError: no row has a path of ``--fields`` or ``--turn-fields``; the message lists the paths of the rows.
-        SequenceError: one of the first 1,000 rows has a system message after an answer, and the options do not define
-            its meaning.
+        SequenceError: some of the first 1,000 rows have a system message after an assistant message, and the options do
+            not define its meaning. If bad rows are skipped: most of these rows.
     """
-    _require_mapped_paths(files, options, max_rows)
+    _require_mapped_paths(files, options.rows, max_rows)
     _require_decided_rows(files, options, max_rows)
 
 
-def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
-    """Check the first 1,000 rows, unless the options define the meaning of a system message after an answer.
+def _require_decided_rows(files: Iterable[InputFile], options: EncodingOptions, max_rows: int | None) -> None:
+    """Check the first 1,000 rows for system messages after assistant messages. See ``look_at_rows``.
 
-    Args:
-        files: the input.
-        options: how rows are read.
-        max_rows: maximum number of usable rows; None for all. Rows after them are not checked.
-
-    Raises:
-        SequenceError: some of these rows are undecided; has the position of the first one, and their number.
+    Single rows of this kind are bad rows. If most rows are of this kind, it is the format of the input: skipping them
+    would lose most of it.
     """
-    if options.system_starts != "error" or options.kind == "tokenized":
+    if options.rows.system_starts != "error" or options.rows.kind == "tokenized":
         return
     first: tuple[str, int] | None = None
     count = undecided = usable = 0
@@ -120,18 +115,18 @@ def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_r
             count += 1
             try:
                 if not isinstance(data, SequenceError):
-                    read_row(data, options)
+                    read_row(data, options.rows)
                     usable += 1
             except UndecidedError:
                 first = first or (path, position)
                 undecided += 1
-                usable += 1
             except ValueError:
                 pass  # a bad row, which is reported during the run
-    if first is not None:
-        raise SequenceError(
-            *first, f"{UNDECIDED} (the first of {undecided:,} such rows among the first {count:,}); {DECIDE}"
-        )
+    if first is None or (options.on_bad_row == "skip" and undecided <= usable):
+        return
+    found = f"the first of {undecided:,} such rows among the first {count:,}"
+    skip = "" if options.on_bad_row == "skip" else "; to skip such rows, pass --on-bad-row skip"
+    raise SequenceError(*first, f"{UNDECIDED} ({found}); {DECIDE}{skip}")
 
 
 def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
@@ -198,7 +193,7 @@ def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows:
                 return  # the error is raised during the run
             missing -= encoded.rows - len(encoded.bad_rows)
             nbytes += len(piece.payload)
-            is_stopped = encoded.undecided or (encoded.bad_rows and encoder.options.on_bad_row == "error")
+            is_stopped = bool(encoded.bad_rows) and encoder.options.on_bad_row == "error"
             if is_stopped or missing <= 0 or nbytes >= _FIRST_NBYTES:
                 return
 

@@ -125,6 +125,7 @@ def test_what_stands_beside_a_pair_is_read() -> None:
     ("row", "words"),
     [
         ({"messages": said("Q", "A")}, "not a preference row: rejected is missing"),
+        ({"prompt": "Q", "chosen": "A", "rejected": ""}, "not a preference row: rejected is empty"),
         ({"prompt": "Q", "rejected": "B"}, "not a preference row: chosen is missing"),
         (
             {"messages": said("Q", "A", "Q", "B"), "chosen": "", "rejected": "C"},

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from template_styles import CHATML, SPECIAL, TOOLS, call, learnt, make, said, talk, trained, user
+from template_styles import CHATML, SPECIAL, STYLES, TOOLS, call, learnt, make, said, talk, trained, turns, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
@@ -717,3 +717,73 @@ CLOSES_THINKING = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_st
 def test_a_closing_tag_that_an_answer_quotes_does_not_move_its_beginning() -> None:
     quotes = "first </think> second"
     assert learnt(CLOSES_THINKING, talk(user("u"), said(quotes))) == [quotes + "<|im_end|>"]
+
+
+# Messages that a template leaves out
+
+# Ways in which templates write the content of a message other than an answer.
+WAYS = (
+    "m.content", "m.content | trim", "m.content | upper", "m.content | tojson", "m.content | e", "m.content[:3]",
+    "m.content[-3:]", "m.content | replace('e', '')", "m.content | string | list", "m.content.split()[0]",
+    "m.content | length", "messages[0].content + m.content",
+)  # fmt: skip
+PROMPTS = ("system", "developer", "user", "tool")
+
+
+def omitting(way: str, role: str = "") -> ChatTemplate:
+    """Return a template that writes contents in this way, but none of messages with this role."""
+    return make(
+        "{%- for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content }}</a>"
+        f"{{% elif m.role != '{role}' %}}<q>{{{{ {way} }}}}</q>{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<a>{% endif %}",
+        train_on="all",
+    )
+
+
+def prompted(*texts: str) -> Conversation:
+    """Return a conversation with a message of each role."""
+    return read(*({"role": role, "content": text} for role, text in zip(PROMPTS, texts, strict=True)), said("yes"))
+
+
+TEXTS = ('\n{"rule": "<one>\té"}  ', "second\n\nthing ", " third 'text'", '["fourth & last"]')
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_that_are_left_out_are_noted_however_the_others_are_written(way: str) -> None:
+    assert omitting(way).render(prompted(*TEXTS)).notes == {}
+    for role in PROMPTS:
+        rendered = omitting(way if "messages[0]" not in way or role != "system" else "m.content", role)
+        assert rendered.render(prompted(*TEXTS)).notes == {f"left_out_message:{role}": 1}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_no_style_leaves_out_a_message_except_one_without_system_messages(name: str) -> None:
+    style = STYLES[name]
+    conversation = talk(*turns(style, 3))
+    for choice in ("drop", "split"):
+        rendered = make(style.source, earlier_reasoning=choice).render_turns(conversation)
+        notes = [note for one in rendered for note in one.notes if note.startswith("left_out_message")]
+        assert notes == (["left_out_message:system"] if name == "jumps" else [])
+
+
+def test_a_message_is_left_out_of_all_texts_of_a_conversation_or_of_none() -> None:
+    thinks = [said(f"answer{turn}", reasoning_content=f"because{turn}") for turn in range(3)]
+    turned = [message for turn in range(3) for message in (user(f"ask{turn}"), thinks[turn])]
+    source = CHATML.replace(
+        "m.content", "m.content + (m.reasoning_content if loop.last and m.reasoning_content else '')"
+    )
+    source = source.replace("for m in messages", "for m in messages if m.role != 'system'")
+    for conversation in ([*turned], [*turned, user("more")]):
+        row = talk({"role": "system", "content": "rules"}, *conversation)
+        rendered = make(source, earlier_reasoning="split").render_turns(row)
+        assert len(rendered) > 1
+        assert [one.notes.get("left_out_message:system", 0) for one in rendered] == [1] + [0] * (len(rendered) - 1)
+
+
+def test_messages_are_left_out_with_generation_markers_and_content_parts_too() -> None:
+    row = talk({"role": "developer", "content": "rules"}, user("ask"), said("answer"))
+    for name in ("marked", "parts"):
+        source = STYLES[name].source.replace("for m in messages", "for m in messages if m.role != 'developer'")
+        for train_on in ("assistant", "all") if name == "parts" else ("assistant", "markers", "all"):
+            rendered = make(source, train_on=train_on).render(row)
+            assert rendered.notes.get("left_out_message:developer") == 1

@@ -218,7 +218,7 @@ SLIPS = [
         1,
         "--turn-fields: nickname does not occur in any turn of 3 rows",
     ),
-    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has the role None; known roles are system"),
+    (("--fields", "messages=data.turns"), 1, r"messages\[0\] has no role; .* --turn-fields role=PATH"),
 ]
 
 

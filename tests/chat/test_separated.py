@@ -35,7 +35,7 @@ def test_rows_are_those_that_were_written(tmp_path_factory, rows, kind, line_end
     writer.writerows([("x", "y.z", "label"), *rows])
     path = tmp_path_factory.mktemp("separated") / f"rows.{suffix}.gz"
     path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.getvalue().encode()))
-    wanted = [{name: value for name, value in zip(("x", "y.z", "label"), row, strict=True) if value} for row in rows]
+    wanted = [{name: value or None for name, value in zip(("x", "y.z", "label"), row, strict=True)} for row in rows]
     read = rows_of(path, piece_nbytes)
     assert [row.data for row in read] == wanted
     assert [row.position for row in read] == list(range(2, len(rows) + 2))

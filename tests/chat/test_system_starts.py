@@ -194,22 +194,45 @@ def test_a_conversation_without_an_answer_trains_nothing_and_one_that_fails_spoi
 FEW = [{"messages": said("sua", str(number))} for number in range(40)]
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("--on-bad-row", "skip"), ("--dry-run",), ("--workers", 2), ("--dry-run", "--full")]
-)
+BAD: list[dict[str, Any]] = [{"messages": []}, {"nothing": 1}]
+
+
+@pytest.mark.parametrize("more", [(), ("--workers", 2)])
 def test_a_run_without_the_decision_stops_before_it_begins(tmp_path: Path, more: tuple[Any, ...]) -> None:
-    bad = [{"messages": []}, {"nothing": 1}]
-    rows = [*FEW, *bad, *LINES, *FEW, LINES[0]]
+    rows = [*FEW, *BAD, *LINES, *FEW, LINES[0]]
     done = preprocess(tmp_path / "x", *more, rows=rows)
     assert done.code == 1
     assert done.err == (
-        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an answer in this"
+        f"megatron-sft-idx: error: {tmp_path}/rows.jsonl:43: a system message comes after an assistant message in this"
         f" row (the first of 2 such rows among the first 85); choose for the whole input: --system-starts"
         f" conversation starts a new conversation, stored as a separate sequence, at each system message (like"
-        f" Megatron's --sft); --system-starts turn keeps one conversation with several system messages\n"
+        f" Megatron's --sft); --system-starts turn keeps one conversation with several system messages; to skip such"
+        f" rows, pass --on-bad-row skip\n"
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
-    assert preprocess(tmp_path / "x", "--on-bad-row", "skip", *CONVERSATION, rows=rows).code == 0
+
+
+def test_single_rows_of_the_kind_are_bad_rows(tmp_path: Path) -> None:
+    rows = [*FEW, *BAD, *LINES, *FEW, LINES[0], {"messages": said("asua")}]
+    made = preprocess(tmp_path / "x", "--on-bad-row", "skip", rows=rows)
+    assert made.code == 0, made.err
+    skipped = [line.split(": ")[0] for line in made.err.splitlines() if line.startswith("skipped ")]
+    assert skipped == [f"skipped {tmp_path}/rows.jsonl:{line}" for line in (41, 42, 43, 85, 86)]
+    assert len(sequences_of(tmp_path / "x")) == 81
+    for more in ((), ("--full",)):
+        dry = preprocess(tmp_path / "y", "--dry-run", *more, rows=rows)
+        assert (dry.code, dry.out.count("bad row  "), "would stop      5 rows" in dry.out) == (1, 5, True)
+    assert preprocess(tmp_path / "y", "--on-bad-row", "skip", *CONVERSATION, rows=rows).code == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--on-bad-row", "skip"), ("--on-bad-row", "skip", "--dry-run")])
+def test_an_input_of_such_rows_is_not_skipped(tmp_path: Path, more: tuple[Any, ...]) -> None:
+    done = preprocess(tmp_path / "x", *more, rows=[*FEW, *BAD, *LINES[:1] * 41])
+    assert done.code == 1
+    assert (
+        "rows.jsonl:43: a system message comes after an assistant message in this row (the first of 41 such" in done.err
+    )
+    assert ("--on-bad-row" in done.err) == (not more)
 
 
 def many_rows(count: int) -> list[dict[str, Any]]:
@@ -228,27 +251,25 @@ def late(tmp_path_factory: Any) -> Path:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2, 4])
-def test_a_row_behind_the_first_thousand_stops_the_run_whoever_meets_it(
-    tmp_path: Path, late: Path, workers: int
-) -> None:
+def test_a_row_behind_the_first_thousand_is_skipped_whoever_meets_it(tmp_path: Path, late: Path, workers: int) -> None:
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--workers", workers, "--input", late)
-    assert done.code == 1
-    assert f"error: {late}:7001: a system message comes after an answer in this row, but in no earlier row" in done.err
-    assert "--system-starts conversation starts" in done.err
-    assert list(tmp_path.iterdir()) == []
-    # The first bad row comes before it.
-    done = preprocess(tmp_path / "x", "--workers", workers, "--input", late)
+    assert done.code == 0, done.err
+    skipped = [line.split(": ")[0].removeprefix(f"skipped {late}:") for line in done.err.splitlines()]
+    assert [line for line in skipped if line.isdigit()] == ["101", "6001", "7001", "7002", "8501", "9000"]
+    # Without that option, the first bad row stops the run.
+    done = preprocess(tmp_path / "y", "--workers", workers, "--input", late)
     assert f"error: {late}:101: " in done.err
-    assert list(tmp_path.iterdir()) == []
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("y")]
 
 
 def test_a_row_behind_those_that_are_taken_stops_nothing(tmp_path: Path, late: Path) -> None:
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--max-rows", 6990, "--input", late)
     assert done.code == 0, done.err
     assert "6,990 used" in done.out
+    assert ":7001: " not in done.err
     done = preprocess(tmp_path / "y", "--on-bad-row", "skip", "--max-rows", 6999, "--input", late)
-    assert done.code == 1
-    assert ":7001: a system message" in done.err
+    assert done.code == 0, done.err
+    assert f"skipped {late}:7001: a system message" in done.err
     few = [*FEW, LINES[0]]
     assert preprocess(tmp_path / "z", "--max-rows", 40, rows=few).code == 0
     assert preprocess(tmp_path / "z", "--max-rows", 41, "--overwrite", rows=few).code == 1
@@ -266,7 +287,7 @@ def test_the_decision_is_one_of_the_options_of_a_run(tmp_path: Path) -> None:
 
 def test_the_same_from_python(tmp_path: Path) -> None:
     given: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "workers": 0, "earlier_reasoning": "drop"}
-    with pytest.raises(SequenceError, match=r"^rows:1: a system message comes after an answer in this row"):
+    with pytest.raises(SequenceError, match=r"^rows:1: a system message comes after an assistant message in this row"):
         preprocess_rows(LINES, output_prefix=tmp_path / "x", **given)
     preprocess_rows(LINES, output_prefix=tmp_path / "x", system_starts="conversation", **given)
     assert preprocess(tmp_path / "y", *CONVERSATION, rows=LINES).code == 0
@@ -279,19 +300,22 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", LINES)
     done = produced(tmp_path / "live", "--input", source)
     assert done.code == 1
-    assert "rows.jsonl:1: a system message comes after an answer in this row (the first of 1 such row" in done.err
+    assert (
+        "rows.jsonl:1: a system message comes after an assistant message in this row (the first of 1 such row"
+        in done.err
+    )
     done = produced(tmp_path / "live", "--input", source, *CONVERSATION)
     assert done.code == 0, done.err
     assert tokens_of(tmp_path / "live").total() == 4
     # Rows from a pipe or a watched folder cannot be read before the run.
     done = piped(source, tmp_path / "pipe")
     assert done.code == 1
-    assert "standard input:1: a system message comes after an answer in this row, but in no earlier row" in done.err
+    assert "standard input:1: a system message comes after an assistant message in this row" in done.err
     assert piped(source, tmp_path / "pipe", *TURN).code == 0
     assert tokens_of(tmp_path / "pipe").total() == 2
     done = produced(tmp_path / "late", "--input", late, "--on-bad-row", "skip", "--tokens-per-shard", 50_000)
-    assert done.code == 1
-    assert ":7001: a system message comes after an answer in this row, but in no earlier row" in done.err
+    assert done.code == 0
+    assert f"{late}:7001: a system message comes after an assistant message in this row" in done.err
 
 
 def test_it_is_taught(capsys: Any) -> None:
@@ -316,5 +340,5 @@ def test_files_that_appear_are_looked_at_as_they_come(tmp_path: Path) -> None:
     write_rows(tmp_path / "watched/2.jsonl", [*FEW, LINES[0]])
     (tmp_path / "watched/_END").touch()
     done = produced(tmp_path / "live", "--watch", tmp_path / "watched", "--on-bad-row", "skip")
-    assert done.code == 1
-    assert "2.jsonl:41: a system message comes after an answer in this row" in done.err
+    assert done.code == 0
+    assert "2.jsonl:41: a system message comes after an assistant message in this row" in done.err

@@ -108,9 +108,7 @@ PREPARING: Scenes = {
     "has no text in content": lambda: prepare(rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]),
     "the row has a preference pair": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
     "drops the words 'b'": lambda: prepare(template=NO_CONTENT),
-    "the assistant messages in this row are empty": lambda: prepare(
-        rows=[{"messages": [{"role": "user", "content": "a"}]}]
-    ),
+    "the row has no assistant message": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),
     "the chat template uses today's date": lambda: prepare(template=DATE),
     "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),

@@ -27,7 +27,7 @@ ROWS = {
     "no chat": ({"url": "hello"}, "no columns of a chat"),
     "text alone": ({"text": "hello"}, "the row has only text"),
     "a bad message": (chat(ASK, {**ANSWER, "weight": -1}), "messages[1].weight"),
-    "assistant never speaks": (chat(ASK), "the assistant messages in this row are empty"),
+    "assistant never speaks": (chat(ASK), "the row has no assistant message"),
     "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference pair"),
     "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels"),
     "id beyond the vocabulary": ({"input_ids": [1, 999_999], "loss_mask": [0, 1]}, "999999"),

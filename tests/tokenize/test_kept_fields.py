@@ -353,7 +353,7 @@ def test_a_dry_run_shows_what_is_kept_and_left_out(tmp_path: Path, workers: int)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     given[2]["score"] = "high"
     done = preprocess(tmp_path / "x", *common, rows=given)
-    said = "rows.jsonl:3: score is 'high', expected a finite number to store as float32; text cannot be kept: give each"
+    said = "rows.jsonl:3: score is 'high', expected a finite number to store as float32: correct the value; if"
     assert said in done.out
 
 

@@ -68,6 +68,9 @@ def test_a_run_stops_and_a_larger_limit_goes_on(
         done = preprocess(prefix, *given, "--workers", workers, "--max-bad-rows", limit)
         stops.append(why(done))
         assert not prefix.with_suffix(".idx").exists()
+        assert "run the same command again" not in done.err
+        continues = "with a larger --max-bad-rows, the command continues from there" in done.err
+        assert continues or limit.startswith("0")
         more = ("--workers", 0, "--max-bad-rows", 8 if seed else "2%")
         resumed = preprocess(prefix, *given, *more)
         assert resumed.code == 0, resumed

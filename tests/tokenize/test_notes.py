@@ -10,6 +10,7 @@ import pytest
 from chats import preprocess, write_rows
 
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.report import CorpusReport
 
 GOOD = {"prompt": "Hi", "completion": "Hello"}
 # Kept as text, because the data may not write control tokens.
@@ -59,6 +60,24 @@ def test_a_dry_run_prints_the_notes_of_the_run(tmp_path: Path) -> None:
         assert notes_of(preprocess(tmp_path / "y", *given, "--dry-run", *more).out) == notes_of(made.out)
 
 
+def test_messages_that_the_template_leaves_out_are_noted(tmp_path: Path) -> None:
+    told = {"messages": [{"role": "developer", "content": "Rules"}, {"role": "user", "content": "Hi"}]}
+    told["messages"].append({"role": "assistant", "content": "Hello"})
+    source = write_rows(tmp_path / "rows.jsonl", [GOOD, told, told])
+    made = preprocess(tmp_path / "x", "--input", source, "--summary", tmp_path / "x.json")
+    assert made.code == 0, made
+    assert notes_of(made.out) == [
+        "2 developer messages left out by the chat template, so the model never sees the text (--chat-template FILE"
+        f" sets another one); first in {source}:2"
+    ]
+    corpus = json.loads((tmp_path / "x.json").read_text())["corpus"]
+    assert corpus["notes"] == {"left_out_message:developer": 2}
+    assert corpus["first_rows"] == {"left_out_message:developer": f"{source}:2"}
+    for more in ((), ("--full",)):
+        assert notes_of(preprocess(tmp_path / "y", "--input", source, "--dry-run", *more).out) == notes_of(made.out)
+    assert notes_of(preprocess(tmp_path / "z", "--input", source, "--roles", "developer=system").out) == []
+
+
 def test_the_order_of_roles_is_noted(tmp_path: Path) -> None:
     turns = [
         {"role": "system", "content": "Be brief."},
@@ -74,6 +93,12 @@ def test_the_order_of_roles_is_noted(tmp_path: Path) -> None:
         f"2 rows beginning with an assistant message, before any user message; first in {source}:3",
         f"2 rows ending with a user message, which no answer follows; first in {source}:2",
     ]
+
+
+@pytest.mark.parametrize(("count", "unit"), [(1, "token"), (2, "tokens")])
+def test_the_note_about_tokens_across_the_beginning_of_an_answer(count: int, unit: str) -> None:
+    said = [f"note            {count} trained {unit} also containing the end of the text before an answer"]
+    assert [line.split(" (")[0] for line in CorpusReport(notes={"straddling": count}).note_lines()] == said
 
 
 def test_progress_after_a_resume_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,24 @@ def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_wou
     assert preprocess(tmp_path / "y", "--full").code == 2
 
 
+def test_a_full_dry_run_shows_every_bad_row_and_others_how_many_there_are(tmp_path, chats):
+    rows = write_rows(tmp_path / "rows.jsonl", [chats[0], *[{"messages": []}] * 33])
+    dry = preprocess(tmp_path / "x", "--input", rows, "--dry-run", "--full")
+    every = [f"bad row         {rows}:{line}: messages is empty" for line in range(2, 35)]
+    assert [line for line in dry.out.splitlines() if line.startswith("bad row ")] == every
+    dry = preprocess(tmp_path / "x", "--input", rows, "--dry-run")
+    more = "bad row         13 more bad rows; --full lists all bad rows of the input"
+    assert [line for line in dry.out.splitlines() if line.startswith("bad row ")] == [*every[:20], more]
+    made = preprocess(tmp_path / "x", "--input", rows, "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
+    assert "skipped more rows; the file of --summary lists them" in made.err
+    assert len(json.loads((tmp_path / "s.json").read_text())["corpus"]["bad_rows"]) == 33
+
+
+def test_a_dry_run_refuses_a_summary_which_it_would_not_write(tmp_path):
+    refused = preprocess(tmp_path / "x", "--dry-run", "--summary", tmp_path / "s.json")
+    assert (refused.code, "--summary cannot be combined with --dry-run" in refused.err) == (2, True)
+
+
 def test_bad_rows_can_be_skipped_and_are_listed(tmp_path, chats):
     rows = [chats[0], {"messages": []}, chats[1], {"text": "?"}, {"input_ids": [1, 10**6], "loss_mask": [1, 1]}]
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--summary", tmp_path / "s.json", rows=rows)

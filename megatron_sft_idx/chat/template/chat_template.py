@@ -39,6 +39,7 @@ from megatron_sft_idx.chat.template.spans import Renderer
 from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, PRINTED_PART, Style, learn_style, prepared
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
 from megatron_sft_idx.chat.template.turn import Said
+from megatron_sft_idx.chat.template.unwritten import unwritten_messages
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -46,6 +47,8 @@ REVISION = 9
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Followed by the role of messages that are left out: the name of a note.
+_UNWRITTEN = "left_out_message:"
 _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
@@ -277,6 +280,7 @@ class ChatTemplate:
                 unsaid = isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
                 failed = error if failed is None or unsaid else failed
                 continue
+            self._note_unwritten(rendered, form)
             if style.in_parts and self._writes_more(rendered, form, PRINTED_PART):
                 continue
             if form.missing is None and self._writes_more(rendered, form, "None"):
@@ -300,6 +304,22 @@ class ChatTemplate:
         strings = "\0".join(strings_in([row.messages, row.tools]))
         meant = strings.count(what) + self._source.count(what)
         return any(one.text.count(what) > meant for one in rendered)
+
+    def _note_unwritten(self, rendered: Sequence[Rendered], form: _Form) -> None:
+        """Count the messages that are in none of the texts, by role."""
+
+        def render(messages: Sequence[dict[str, Any]]) -> str | None:
+            if messages is form.messages and isinstance(form.text, str):
+                return form.text
+            try:
+                return self._render_or_none({**form.variables, "messages": messages})
+            except (FormatError, SequenceError):
+                return None
+
+        text = rendered[0].text if len(rendered) == 1 else "\0".join(one.text for one in rendered)
+        for index in unwritten_messages(form.messages, text, render):
+            note = f"{_UNWRITTEN}{form.messages[index].get('role')}"
+            form.notes[note] = form.notes.get(note, 0) + 1
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
         """Render one text and find its spans, for the ``chosen`` messages or for those selected by the options."""
