@@ -37,6 +37,10 @@ HELD_ELSEWHERE = {
     "under 1 MB for any shard": ("megatron_sft_idx/inspect/page.py", "MAX_NBYTES = 1_000_000"),
     "1% of 42 packs is none": ("tests/project/test_troubleshooting_training.py", 'split="99,1,0"'),
     "under 300 MB per process": ("tests/slow/test_preprocess_memory.py", "LIMIT = 300_000_000"),
+    "about 256 KiB of each file, and at most 4 MiB in total": (
+        "megatron_sft_idx/tokenize/dry_run.py",
+        "_SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18",
+    ),
     "up to 1 GiB": ("megatron_sft_idx/shard/shard_set.py", "MEMORY_NBYTES = 1 << 30"),
 }
 
