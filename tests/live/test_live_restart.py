@@ -66,7 +66,8 @@ def rows_of(folder: Path, diary: str, ranks: int, steps: int | None = None) -> l
     return [row for of_rank in lines for line in of_rank for row in json.loads(line)]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> None:
     feed = Feed(tmp_path)
     feed.add(range(CHATS), last=True)

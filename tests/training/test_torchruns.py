@@ -97,6 +97,7 @@ def test_ranks_end_in_peace_when_their_launcher_is_asked_to_end(tmp_path: Path) 
             path.unlink()
 
 
+@pytest.mark.slow
 def test_without_that_a_rank_goes_on(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(tmp_path / "rank.py"), "", tmp_path]
