@@ -43,7 +43,7 @@ from megatron_sft_idx.chat.template.unwritten import unwritten_messages
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-REVISION = 9
+REVISION = 10
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
