@@ -293,13 +293,14 @@ def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         together = (turn, ranks, model)
         setups = {name: setup for name, setup in SETUPS.items() if (setup.round, setup.ranks, setup.model) == together}
         jobs = {name: job_of(setup) for name, setup in setups.items() if name in names}
+        killed = [name for name in jobs if "kill_after" in setups[name].more]
+        for name in killed:  # each in its own processes, which end with it
+            said = launch(folder, "megatron_pretrain.py", {name: jobs.pop(name)}, ranks)
+            assert "SIGKILL" in said, said[-4000:]
         if not jobs:
             continue
         said = launch(folder, "megatron_pretrain.py", jobs, ranks)
         for name in jobs:
-            if "kill_after" in setups[name].more:
-                assert "SIGKILL" in said, said[-4000:]
-                continue
             assert (folder / f"{name}.0.json").exists(), said[-4000:]
             found[name] = found_by(folder, name, ranks)
     return found

@@ -62,6 +62,15 @@ def assert_honest(prefix: Path, whole: dict[str, bytes], said: str) -> None:
 # ---- a damaged shard ----
 
 
+def make_again(source: Path, prefix: Path, said: str) -> None:
+    """Replace a damaged shard. A column whose magic is damaged must be removed first, as the message then says."""
+    merged = command("merge", source, "--output-prefix", prefix, "--overwrite")
+    if strange := re.search(rf"error: (\S+): {_NO_COLUMN}", merged.err):
+        os.unlink(strange[1])
+        merged = command("merge", source, "--output-prefix", prefix, "--overwrite")
+    assert (merged.code, verify_shard(prefix, full=True).ok) == (0, True), said + merged.err
+
+
 def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> None:
     """Rebuild a damaged shard, then follow each piece of advice on a copy of the result."""
     prefix = put(folder / "x", damaged)
@@ -91,9 +100,7 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
         assert_honest(prefix, whole, now.out)
         followed += 1
     if "make the shard again with --overwrite" in said:
-        source, prefix = put(folder / "again", whole), put(folder / "x", left)
-        merged = command("merge", source, "--output-prefix", prefix, "--overwrite")
-        assert (merged.code, verify_shard(prefix, full=True).ok) == (0, True), said + merged.err
+        make_again(put(folder / "again", whole), put(folder / "x", left), said)
         followed += 1
     if command_line := re.search(r": megatron-sft-idx (merge .*) NEW$", done.err, re.M):
         prefix = put(folder / "x", left)

@@ -166,7 +166,7 @@ def test_a_row_is_filled_up_behind_its_last_sequence(tmp_path: Path) -> None:
     assert not made["loss_mask"][0, outside].any()
     with pytest.raises(ValueError, match=r"length 15: the sequences of this batch need 16 positions, each padded"):
         bridge_vlm_batch(batch, sequence_multiple=4, length=15)
-    with pytest.raises(ValueError, match="sequence_multiple 0: expected a whole number from 1"):
+    with pytest.raises(ValueError, match="sequence_multiple 0: expected a whole number of at least 1"):
         bridge_vlm_batch(batch, sequence_multiple=0)
 
 
@@ -209,7 +209,7 @@ def test_packs_are_numbers_until_bridge_collates_them(tmp_path: Path, bridge: An
     source = source_of(tmp_path / "x", [[5, 2], [3], [4, 4]])
     packs = VLMPacks(BatchAssembler(source, LENGTH, sequence_multiple=4, padding_mask=True))
     assert (len(packs), packs[2]) == (3, 2)
-    with pytest.raises(IndexError, match="pack 3 of 3"):
+    with pytest.raises(IndexError, match="there is no pack 3; the number of packs is 3"):
         packs[3]
     made = packs.collate_fn([2])
     wanted = bridge(rows_of(source)[3:], pad_to_multiple_of=4)

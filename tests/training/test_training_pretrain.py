@@ -155,7 +155,7 @@ def test_both_models_begin_and_train_alike(found: dict[str, Any]) -> None:
 def test_a_killed_run_left_its_checkpoint(folder: Path, found: dict[str, Any]) -> None:
     assert KILLED > SAVED
     assert not (folder / "blend, killed.0.json").exists()
-    assert (folder / "killed/latest_checkpointed_iteration.txt").read_text() == str(SAVED)
+    assert (folder / "killed GPT/latest_checkpointed_iteration.txt").read_text() == str(SAVED)
     assert found["blend, resumed"]["losses"][0] == found["blend, split, evaluation"]["losses"][SAVED]
 
 
