@@ -59,7 +59,7 @@ def collected() -> Iterator[None]:
 # Packages that a base install lacks. A test that needs a missing one is skipped.
 _EXTRAS = (
     *("torch", "megatron", "pyarrow", "transformers", "zstandard", "boto3", "botocore", "multistorageclient"),
-    *("tiktoken", "sentencepiece", "accelerate", "datasets"),
+    *("tiktoken", "sentencepiece", "accelerate", "datasets", "PIL", "soundfile", "soxr"),
 )
 _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 
