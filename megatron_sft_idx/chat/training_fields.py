@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from megatron_sft_idx.chat.fields import pair_keys
-from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.types import IGNORED_FIELD, RowError
 from megatron_sft_idx.chat.values import Undecoded, parse_json
 
 # Fields of a message, as trainers read them.
@@ -428,9 +428,6 @@ def _without(fields: Mapping[str, Any], names: frozenset[str], counts: Counter[s
     return {name: value for name, value in fields.items() if name not in names}
 
 
-_IGNORED: Final = "ignored_field:"
-
-
 def note_of_ignored(name: str) -> str:
     """Return the name of the summary note for an ignored field."""
-    return _IGNORED + name
+    return IGNORED_FIELD + name

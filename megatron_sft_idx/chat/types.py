@@ -18,6 +18,9 @@ TrainOn: TypeAlias = Literal["assistant", "last-turn", "markers", "all"]
 EarlierReasoning: TypeAlias = Literal["error", "drop", "split"]
 PartialMarkers: TypeAlias = Literal["error", "keep"]
 
+IGNORED_FIELD, LEFT_OUT_MESSAGE = "ignored_field:", "left_out_message:"
+"""Beginnings of the names of notes; the name of a field or a role follows."""
+
 
 class RowError(ValueError):
     """The reason why a row cannot be used. A caller that knows file and line converts it to a ``SequenceError``."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_sft_idx.chat.types import IGNORED_FIELD, LEFT_OUT_MESSAGE
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import listed_columns
@@ -84,10 +85,6 @@ _OVERLONG = {
     "truncate": ("truncated", "truncation"),
     "split": ("split", "splitting"),
 }
-# Followed by the name of a field.
-_IGNORED = "ignored_field:"
-# Followed by a role.
-_UNWRITTEN = "left_out_message:"
 # The first key of the file, for recognizing it.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
@@ -99,10 +96,10 @@ _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 def _said_of(note: str, count: int) -> str:
     """Describe what a note counts."""
-    if note.startswith(_IGNORED):
-        unit, what = "field", f"{note.removeprefix(_IGNORED)!r} not read because of --ignore-field"
-    elif note.startswith(_UNWRITTEN):
-        unit = f"{note.removeprefix(_UNWRITTEN)} message"
+    if note.startswith(IGNORED_FIELD):
+        unit, what = "field", f"{note.removeprefix(IGNORED_FIELD)!r} not read because of --ignore-field"
+    elif note.startswith(LEFT_OUT_MESSAGE):
+        unit = f"{note.removeprefix(LEFT_OUT_MESSAGE)} message"
         what = "left out by the chat template, so the model never sees the text (--chat-template FILE sets another one)"
     elif note in _NOTES:
         unit, what = _NOTES[note]

@@ -40,15 +40,13 @@ from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, PRINTED_PAR
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
 from megatron_sft_idx.chat.template.turn import Said
 from megatron_sft_idx.chat.template.unwritten import unwritten_messages
-from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
+from megatron_sft_idx.chat.types import LEFT_OUT_MESSAGE, Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 REVISION = 10
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# Followed by the role of messages that are left out: the name of a note.
-_UNWRITTEN = "left_out_message:"
 _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
@@ -318,7 +316,7 @@ class ChatTemplate:
 
         text = rendered[0].text if len(rendered) == 1 else "\0".join(one.text for one in rendered)
         for index in unwritten_messages(form.messages, text, render):
-            note = f"{_UNWRITTEN}{form.messages[index].get('role')}"
+            note = f"{LEFT_OUT_MESSAGE}{form.messages[index].get('role')}"
             form.notes[note] = form.notes.get(note, 0) + 1
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
